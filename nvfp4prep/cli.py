@@ -1,0 +1,267 @@
+"""The command line: the only module that prints. Heavy imports wait for the command that needs them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from nvfp4prep import __version__
+from nvfp4prep.errors import EXIT_ENVIRONMENT, EXIT_INTERRUPTED, InputRefused, Stop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nvfp4prep.convert import Prepared, Result
+    from nvfp4prep.findings import Finding
+
+_SHOWN_FINDINGS = 40
+_PIPE_WIDTH = 140
+_LINE_SECONDS = 5.0
+_SIZE_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="nvfp4prep")
+def main() -> None:
+    """Turn a ModelOpt NVFP4 checkpoint into one that serving engines agree on.
+
+    Exit codes: 0 done; 1 a check failed; 2 usage; 3 input refused, nothing written; 4 I/O or environment;
+    130 interrupted.
+    """
+
+
+class _ByteSize(click.ParamType[int]):
+    """5GB, 512MiB, 1000000: decimal and binary units."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", str(value).strip().upper())
+        if match is None or match[2] not in _SIZE_UNITS:
+            self.fail(f"{value!r} is no size; write 5GB or 512MiB", param, ctx)
+        size = int(float(match[1]) * _SIZE_UNITS[match[2]])
+        if size < 1:
+            self.fail("a shard needs at least one byte", param, ctx)
+        return size
+
+
+@main.command()
+@click.argument("src")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--target", type=click.Choice(["hf"]), default="hf", show_default=True, help="What to write.")
+@click.option(
+    "--input-scale",
+    type=click.Choice(["layer-max", "keep"]),
+    default="layer-max",
+    show_default=True,
+    help="One input_scale per MoE layer and GEMM, or as stored.",
+)
+@click.option(
+    "--w13-scale",
+    type=click.Choice(["auto", "split", "unify"]),
+    default="auto",
+    show_default=True,
+    help="Gate/up weight_scale_2: one shared value with rescaled block scales, or two.",
+)
+@click.option(
+    "--impute",
+    type=click.Choice(["none", "layer-max"]),
+    default="none",
+    show_default=True,
+    help="Missing or unusable input_scale: refuse, or take the layer's maximum.",
+)
+@click.option(
+    "--max-shard-size", type=_ByteSize(), help="Largest output file.  [default: 5GB, or as in SRC's manifest]"
+)
+@click.option("--workers", type=click.IntRange(1, 256), help="Threads.  [default: the CPUs, at most 8]")
+@click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint at OUT, once the new one is complete.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else there.")
+@click.option("-q", "--quiet", is_flag=True, help="Errors only.")
+@click.option("-v", "--verbose", is_flag=True, help="Every finding, and each layer's scales.")
+def convert(
+    src: str,
+    out: Path,
+    target: str,
+    input_scale: Any,
+    w13_scale: Any,
+    impute: Any,
+    max_shard_size: int | None,
+    workers: int | None,
+    dry_run: bool,
+    overwrite: bool,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Convert SRC, a directory or Hub repo (org/name[@revision]), to OUT, a new directory."""
+    from nvfp4prep import convert as conversion
+    from nvfp4prep import writer
+
+    if quiet and verbose:
+        raise click.UsageError("-q and -v exclude each other")
+    with _stops(as_json):
+        options = conversion.Options(target, input_scale, w13_scale, impute, max_shard_size)
+        if not dry_run:
+            writer.check_destination(out, Path(src), overwrite=overwrite)
+        prepared = conversion.prepare(src, options)
+        if not (as_json or quiet):
+            _print_plan(prepared, verbose)
+        if dry_run:
+            if as_json:
+                _print_json({"dry_run": True, **_plan_json(prepared)})
+            elif not quiet:
+                click.echo("Dry run: nothing was written.")
+            return
+        with _progress(prepared.plan.nbytes_of_tensors, enabled=not (as_json or quiet)) as advance:
+            result = conversion.write(
+                prepared, out, overwrite=overwrite, workers=workers or conversion.default_workers(), progress=advance
+            )
+        if as_json:
+            _print_json({"dry_run": False, "out": str(out), **_plan_json(prepared), "manifest": result.manifest})
+        elif not quiet:
+            _print_result(prepared, result)
+
+
+@main.command()
+@click.argument("src")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else there.")
+@click.option("--layer", type=click.IntRange(0), help="Only this layer, expert by expert.")
+def inspect(src: str, as_json: bool, layer: int | None) -> None:
+    """Show what SRC holds, what each engine would do with it, and what convert would change."""
+    from nvfp4prep import inspection
+
+    with _stops(as_json):
+        found = inspection.inspect(src, layer)
+        if as_json:
+            _print_json(inspection.to_json(found))
+        else:
+            from nvfp4prep import render
+
+            _console().print(render.inspection(found))
+
+
+# --- how a run ends ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _stops(as_json: bool) -> Iterator[None]:
+    """Turn every expected stop into a message on stderr (and JSON on stdout) and its exit code."""
+    try:
+        yield
+    except Stop as stop:
+        findings: tuple[Finding, ...] = stop.findings if isinstance(stop, InputRefused) else ()
+        lines = [str(finding) for finding in findings] or [str(stop)]
+        _end(stop.exit_code, lines, findings, as_json)
+    except KeyboardInterrupt:
+        _end(EXIT_INTERRUPTED, ["interrupted; nothing was left behind"], (), as_json)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        _end(EXIT_ENVIRONMENT, [f"{place}{error.strerror or error}"], (), as_json)
+    except MemoryError:
+        _end(EXIT_ENVIRONMENT, ["out of memory; use fewer --workers"], (), as_json)
+
+
+def _end(code: int, lines: list[str], findings: tuple[Finding, ...], as_json: bool) -> NoReturn:
+    for line in lines[:_SHOWN_FINDINGS]:
+        click.echo(line if line.startswith("error") else f"error: {line}", err=True)
+    if len(lines) > _SHOWN_FINDINGS:
+        click.echo(f"... and {len(lines) - _SHOWN_FINDINGS} more; --json lists all", err=True)
+    if as_json:
+        message = (
+            {"findings": [finding.to_json() for finding in findings]} if findings else {"message": "\n".join(lines)}
+        )
+        _print_json({"error": {"exit_code": code, **message}})
+    sys.exit(code)
+
+
+# --- what is printed -------------------------------------------------------------------------------------------------
+
+
+def _print_json(value: Any) -> None:
+    click.echo(json.dumps(value, ensure_ascii=False))
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+
+
+def _print_plan(prepared: Prepared, verbose: bool) -> None:
+    from nvfp4prep import render
+
+    _console().print(render.plan(prepared, verbose))
+
+
+def _print_result(prepared: Prepared, result: Result) -> None:
+    from nvfp4prep import render
+
+    _console().print(render.result(prepared, result))
+
+
+def _plan_json(prepared: Prepared) -> dict[str, Any]:
+    from nvfp4prep.inspection import plan_json
+
+    return plan_json(prepared)
+
+
+@contextmanager
+def _progress(total: int, *, enabled: bool) -> Iterator[Callable[[int], None]]:
+    """A bar with bytes, rate and ETA on a terminal; a line every few seconds otherwise; silent when not enabled."""
+    if enabled and sys.stderr.isatty():
+        with _bar(total) as advance:
+            yield advance
+    else:
+        yield _lines(total) if enabled else lambda _: None
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("writing", total=total)
+        yield lambda count: progress.advance(task, count)
+
+
+def _lines(total: int) -> Callable[[int], None]:
+    from threading import Lock
+    from time import monotonic
+
+    lock, begun = Lock(), monotonic()
+    done, shown = 0, begun
+
+    def advance(count: int) -> None:
+        nonlocal done, shown
+        with lock:
+            done += count
+            now = monotonic()
+            if now - shown >= _LINE_SECONDS:
+                shown = now
+                rate = done / (now - begun)
+                left = f"{rate / 1e6:,.0f} MB/s, {(total - done) / rate:,.0f} s left"
+                click.echo(f"written {done:,} of {total:,} bytes ({done / total:.0%}), {left}", err=True)
+
+    return advance

@@ -1,0 +1,49 @@
+"""The ways a run stops, each with its exit code. `cli` turns them into messages; nothing else prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from nvfp4prep.findings import Finding
+
+EXIT_OK = 0
+EXIT_CHECK_FAILED = 1
+EXIT_USAGE = 2
+EXIT_REFUSED = 3
+EXIT_ENVIRONMENT = 4
+EXIT_INTERRUPTED = 130
+
+
+class Stop(Exception):
+    """Base of every expected stop: a message a person can act on, and an exit code."""
+
+    exit_code: ClassVar[int]
+
+
+class CheckFailed(Stop):
+    """A check on an output failed."""
+
+    exit_code = EXIT_CHECK_FAILED
+
+
+class UsageFault(Stop):
+    """The command line asks for something that makes no sense."""
+
+    exit_code = EXIT_USAGE
+
+
+class InputRefused(Stop):
+    """The input can't be converted as asked; nothing was written. Carries every finding that refuses it."""
+
+    exit_code = EXIT_REFUSED
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        self.findings = tuple(findings)
+        super().__init__("\n".join(str(finding) for finding in self.findings))
+
+
+class EnvironmentFault(Stop):
+    """I/O, disk, network or permissions: the input may be fine."""
+
+    exit_code = EXIT_ENVIRONMENT

@@ -1,0 +1,608 @@
+"""One internal model of a checkpoint's quantisation config: read from both files, rewritten from what is stored.
+
+ModelOpt writes config.json's `quantization_config` (keys ignore, kv_cache_scheme) and hf_quant_config.json's
+`quantization` (keys exclude_modules, kv_cache_quant_algo); engines read one or the other.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from nvfp4prep.dialects import natural_key
+from nvfp4prep.findings import Finding
+from nvfp4prep.schema import GROUP_SIZE, Format, Schema
+
+CONFIG = "config.json"
+HF_QUANT_CONFIG = "hf_quant_config.json"
+
+W4A4 = "NVFP4"
+W4A16 = "W4A16_NVFP4"
+MIXED = "MIXED_PRECISION"
+NVFP4_ALGOS = (W4A4, W4A16, "NVFP4_AWQ")
+
+_KNOWN_FLAT = {
+    "quant_algo",
+    "quant_method",
+    "ignore",
+    "exclude_modules",
+    "kv_cache_scheme",
+    "kv_cache_quant_algo",
+    "group_size",
+    "config_groups",
+    "quantized_layers",
+    "producer",
+}
+_KNOWN_NESTED = {"quant_algo", "exclude_modules", "ignore", "kv_cache_quant_algo", "group_size", "quantized_layers"}
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """What both files say.
+
+    `layers` is quantized_layers (MIXED_PRECISION), `kv_cache` the algorithm's name, `kv_cache_scheme` its config.json
+    form, `extras` keys that are carried as they are (has_zero_point, pre_quant_scale, what a later exporter adds).
+    """
+
+    algo: str
+    exclude: tuple[str, ...] = ()
+    kv_cache: str | None = None
+    kv_cache_scheme: Mapping[str, Any] | None = None
+    group_size: int | None = None
+    layers: Mapping[str, Mapping[str, Any]] | None = None
+    producer: Mapping[str, Any] | None = None
+    extras: Mapping[str, Any] | None = None
+
+
+def read_quant_config(
+    config: Mapping[str, Any], nested: Mapping[str, Any] | None
+) -> tuple[QuantConfig | None, list[Finding]]:
+    """One QuantConfig from both files, and how they differ.
+
+    Args:
+        config: config.json.
+        nested: hf_quant_config.json, or None when there is none.
+
+    Returns:
+        (QuantConfig, findings); (None, errors) when neither is a usable ModelOpt configuration.
+    """
+    findings: list[Finding] = []
+    flat_section = quantization_section(config)
+    nested_section = nested.get("quantization") if nested is not None else None
+    if nested is not None and not isinstance(nested_section, Mapping):
+        findings.append(
+            Finding("quant-config-bad", "warning", "has no object `quantization`; ignored", HF_QUANT_CONFIG)
+        )
+        nested_section = None
+    method = str((flat_section or {}).get("quant_method", "modelopt"))
+    if method == "nvfp4prep":
+        return None, [
+            Finding(
+                "already-packed",
+                "error",
+                "this checkpoint is already packed for a kernel by nvfp4prep; start from its source",
+                CONFIG,
+            )
+        ]
+    if not method.startswith("modelopt"):
+        return None, [
+            Finding(
+                "not-modelopt", "error", f"quant_method is {method!r}; nvfp4prep reads ModelOpt checkpoints", CONFIG
+            )
+        ]
+    flat = _read_flat(flat_section, findings) if flat_section is not None else None
+    deep = _read_nested(nested_section, nested or {}, findings) if nested_section is not None else None
+    if flat is None and deep is None:
+        return None, [
+            *findings,
+            Finding(
+                "no-quant-config",
+                "error",
+                "neither a quantization_config in config.json nor "
+                "hf_quant_config.json names a quant_algo; this is no ModelOpt checkpoint",
+                CONFIG,
+            ),
+        ]
+    for found, file in ((flat, CONFIG), (deep, HF_QUANT_CONFIG)):
+        if found is None:
+            other = HF_QUANT_CONFIG if file == CONFIG else CONFIG
+            findings.append(
+                Finding("quant-config-missing", "info", f"no quantisation config here; {other}'s is used", file)
+            )
+    if flat is not None and deep is not None:
+        findings += _differences(flat, deep)
+    return _merge(flat, deep), findings
+
+
+def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """config.json's quantization_config, at the top or under text_config; None when null or absent."""
+    for holder in (config, config.get("text_config")):
+        section = holder.get("quantization_config") if isinstance(holder, Mapping) else None
+        if isinstance(section, Mapping):
+            return section
+    return None
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    return tuple(item for item in value if isinstance(item, str)) if isinstance(value, list) else ()
+
+
+def _layers(value: object) -> Mapping[str, Mapping[str, Any]] | None:
+    if not isinstance(value, Mapping):
+        return None
+    return {str(key): dict(entry) for key, entry in value.items() if isinstance(entry, Mapping)}
+
+
+def _group_size(section: Mapping[str, Any]) -> int | None:
+    groups = section.get("config_groups")
+    weights = (
+        [group.get("weights") for group in groups.values() if isinstance(group, Mapping)]
+        if isinstance(groups, Mapping)
+        else []
+    )
+    for holder in (section, *weights):
+        size = holder.get("group_size") if isinstance(holder, Mapping) else None
+        if isinstance(size, int):
+            return size
+    return None
+
+
+def _read_flat(section: Mapping[str, Any], findings: list[Finding]) -> QuantConfig | None:
+    inner = section.get("quantization")
+    if isinstance(inner, Mapping):  # some exporters put hf_quant_config.json's form here
+        return _read_nested(inner, section, findings)
+    algo = section.get("quant_algo")
+    if not isinstance(algo, str):
+        findings.append(
+            Finding("quant-config-bad", "warning", f"quantization_config has quant_algo {algo!r}; ignored", CONFIG)
+        )
+        return None
+    scheme = section.get("kv_cache_scheme")
+    kv_cache = section.get("kv_cache_quant_algo")
+    if isinstance(scheme, Mapping):
+        kv_cache = {8: "FP8", 4: "NVFP4"}.get(scheme.get("num_bits", 0)) if scheme.get("type") == "float" else None
+    elif isinstance(scheme, str):
+        kv_cache = scheme
+    return QuantConfig(
+        algo.upper(),
+        _strings(section.get("ignore", section.get("exclude_modules"))),
+        kv_cache if isinstance(kv_cache, str) else None,
+        dict(scheme) if isinstance(scheme, Mapping) else None,
+        _group_size(section),
+        _layers(section.get("quantized_layers")),
+        _mapping(section.get("producer")),
+        {key: value for key, value in section.items() if key not in _KNOWN_FLAT},
+    )
+
+
+def _read_nested(section: Mapping[str, Any], outer: Mapping[str, Any], findings: list[Finding]) -> QuantConfig | None:
+    algo = section.get("quant_algo")
+    if not isinstance(algo, str):
+        findings.append(Finding("quant-config-bad", "warning", f"quant_algo is {algo!r}; ignored", HF_QUANT_CONFIG))
+        return None
+    kv_cache = section.get("kv_cache_quant_algo")
+    size = section.get("group_size")
+    return QuantConfig(
+        algo.upper(),
+        _strings(section.get("exclude_modules", section.get("ignore"))),
+        kv_cache if isinstance(kv_cache, str) else None,
+        None,
+        size if isinstance(size, int) else None,
+        _layers(section.get("quantized_layers")),
+        _mapping(outer.get("producer")),
+        {key: value for key, value in section.items() if key not in _KNOWN_NESTED},
+    )
+
+
+def _mapping(value: object) -> Mapping[str, Any] | None:
+    return dict(value) if isinstance(value, Mapping) else None
+
+
+def _differences(flat: QuantConfig, deep: QuantConfig) -> list[Finding]:
+    findings = []
+    for label, here, there in (
+        ("quant_algo", flat.algo, deep.algo),
+        ("KV cache", flat.kv_cache, deep.kv_cache),
+        ("group_size", flat.group_size, deep.group_size),
+        ("quantized_layers", flat.layers, deep.layers),
+    ):
+        if here != there and not (label == "group_size" and None in (here, there)):
+            shown = "differ" if isinstance(here, Mapping) else f"{here} here, {there} in {HF_QUANT_CONFIG}"
+            findings.append(Finding("configs-disagree", "warning", f"{label}: {shown}", CONFIG))
+    only = set(flat.exclude) ^ set(deep.exclude)
+    if only and not (flat.algo == MIXED and not deep.exclude):
+        findings.append(
+            Finding(
+                "configs-disagree",
+                "warning",
+                f"exclude lists differ in {len(only)} entries, {min(only)!r} among them",
+                CONFIG,
+            )
+        )
+    return findings
+
+
+def _merge(flat: QuantConfig | None, deep: QuantConfig | None) -> QuantConfig:
+    if flat is None or deep is None:
+        found = flat or deep
+        assert found is not None
+        return found
+    return QuantConfig(
+        flat.algo,
+        tuple(dict.fromkeys((*flat.exclude, *deep.exclude))),
+        flat.kv_cache or deep.kv_cache,
+        flat.kv_cache_scheme,
+        flat.group_size or deep.group_size,
+        flat.layers or deep.layers,
+        flat.producer or deep.producer,
+        {**(deep.extras or {}), **(flat.extras or {})},
+    )
+
+
+# --- compared with what is stored ----------------------------------------------------------------------------------
+
+
+def algo_of(module: str, config: QuantConfig, moe_container: str | None = None) -> str:
+    """The quant_algo declared for a module: its own entry in quantized_layers, else the checkpoint's."""
+    layers = config.layers or {}
+    for key in (module, moe_container):
+        entry = layers.get(key) if key is not None else None
+        if entry is not None and isinstance(entry.get("quant_algo"), str):
+            return str(entry["quant_algo"]).upper()
+    return config.algo
+
+
+def weight_only_modules(schema: Schema, config: QuantConfig) -> frozenset[str]:
+    """NVFP4 modules that need no input_scale: declared W4A16, or none of the whole checkpoint has one."""
+    nvfp4 = list(schema.of_format(Format.NVFP4))
+    if not any("input_scale" in linear.params for linear in nvfp4):
+        return frozenset(linear.module for linear in nvfp4)
+    containers = _containers(schema)
+    return frozenset(
+        linear.module for linear in nvfp4 if algo_of(linear.module, config, containers.get(linear.module)) == W4A16
+    )
+
+
+def _containers(schema: Schema) -> dict[str, str]:
+    return {linear.module: moe.container for moe in schema.moe_layers for linear in (*moe.w13, *moe.w2)}
+
+
+def check_config(schema: Schema, config: QuantConfig) -> list[Finding]:
+    """What the configuration claims against what is stored; errors where no reading of both makes sense."""
+    findings: list[Finding] = []
+    stored = {kind: list(schema.of_format(kind)) for kind in Format}
+    if stored[Format.INT4]:
+        weight = stored[Format.INT4][0].params["weight"]
+        return [
+            Finding(
+                "int4",
+                "error",
+                f"{len(stored[Format.INT4])} linears are int4 ({config.algo}); "
+                "this version converts NVFP4 checkpoints only",
+                weight.file,
+                weight.name,
+            )
+        ]
+    if not stored[Format.NVFP4]:
+        return [
+            Finding(
+                "nothing-to-convert", "error", f"no NVFP4 weight is stored, whatever the config says ({config.algo})"
+            )
+        ]
+    if config.algo not in (*NVFP4_ALGOS, MIXED):
+        findings.append(
+            Finding(
+                "algo-contradicts-weights",
+                "error",
+                f"quant_algo is {config.algo} but {len(stored[Format.NVFP4])} linears are stored as NVFP4; "
+                "correct quant_algo",
+                CONFIG,
+            )
+        )
+    if config.algo != MIXED and stored[Format.FP8]:
+        weight = stored[Format.FP8][0].params["weight"]
+        findings.append(
+            Finding(
+                "algo-contradicts-weights",
+                "error",
+                f"quant_algo is {config.algo} but {len(stored[Format.FP8])} linears are stored as FP8; "
+                "MIXED_PRECISION with quantized_layers is needed",
+                weight.file,
+                weight.name,
+            )
+        )
+    if config.group_size not in (None, GROUP_SIZE) and config.algo in NVFP4_ALGOS:
+        findings.append(
+            Finding(
+                "group-size",
+                "warning",
+                f"group_size is {config.group_size}, the stored block scales have {GROUP_SIZE}; corrected",
+                CONFIG,
+            )
+        )
+    if config.algo in (W4A4, "NVFP4_AWQ") and not any(
+        "input_scale" in linear.params for linear in stored[Format.NVFP4]
+    ):
+        findings.append(
+            Finding(
+                "no-input-scales",
+                "warning",
+                f"quant_algo is {config.algo} but no input_scale is stored: written as {W4A16}, for weight-only "
+                "kernels",
+                CONFIG,
+            )
+        )
+    if config.algo == "NVFP4_AWQ":
+        findings.append(
+            Finding(
+                "nvfp4-awq",
+                "warning",
+                "quant_algo NVFP4_AWQ: vLLM refuses it, and SGLang ignores pre_quant_scale on experts, which then "
+                "compute wrong",
+                CONFIG,
+            )
+        )
+    if config.algo == MIXED and not config.layers:
+        findings.append(
+            Finding(
+                "quantized-layers-missing",
+                "warning",
+                "MIXED_PRECISION without quantized_layers; written anew from what is stored",
+                CONFIG,
+            )
+        )
+    return findings
+
+
+@dataclass(frozen=True, slots=True)
+class ExcludeReport:
+    """The exclude list written anew, and what happened to the old entries."""
+
+    names: tuple[str, ...]
+    corrupted: tuple[str, ...]
+    unmatched: tuple[str, ...]
+    contradicted: tuple[str, ...]
+    added: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+
+def rewrite_exclude(schema: Schema, exclude: Sequence[str], tied: bool) -> ExcludeReport:
+    """Explicit names of every module stored unquantised.
+
+    A module counts when its weight has two dimensions or more (linears, embeddings, convolutions; a norm can't be
+    quantised). A MoE layer stored unquantised is listed by its experts' names and by its container, which SGLang wants.
+    `lm_head` stays when it is tied to the embedding and not stored.
+
+    Args:
+        schema: what is stored.
+        exclude: the old entries: exact names, module prefixes, globs, or `re:` patterns.
+        tied: config.json's tie_word_embeddings.
+    """
+    plain = {
+        linear.module.removesuffix(".gate_up_proj").removesuffix(".down_proj") if linear.experts else linear.module
+        for linear in schema.of_format(Format.UNQUANTIZED)
+    }
+    plain |= {moe.container for moe in schema.moe_layers if moe.format is Format.UNQUANTIZED}
+    quantized = [linear.module for linear in schema.linears.values() if linear.format is not Format.UNQUANTIZED]
+    quantized += [moe.container for moe in schema.moe_layers if moe.format is not Format.UNQUANTIZED]
+    if tied and "lm_head" not in quantized:
+        plain.add("lm_head")
+    corrupted = [entry for entry in exclude if not entry or not entry.isprintable()]
+    match = _matcher([*plain, *quantized])
+    quantized_set = set(quantized)
+    unmatched, contradicted, covered = [], [], set()
+    over: dict[str, list[str]] = {}
+    for entry in dict.fromkeys(exclude):
+        if entry in corrupted:
+            continue
+        hits = match(entry)
+        covered.update(hits)
+        wrong = [hit for hit in hits if hit in quantized_set]
+        if not hits:
+            unmatched.append(entry)
+        elif wrong:
+            contradicted.append(entry)
+            over[entry] = wrong
+    names = tuple(sorted(plain, key=natural_key))
+    added = tuple(name for name in names if name not in covered)
+    findings = []
+    for entries, rule, text in (
+        (corrupted, "exclude-corrupted", "corrupted entries of the exclude list dropped"),
+        (unmatched, "exclude-unmatched", "entries of the exclude list that match no stored module dropped"),
+        (added, "exclude-added", "modules stored unquantised that the exclude list did not name; listed now"),
+    ):
+        if entries:
+            more = f" and {len(entries) - 3} more" if len(entries) > 3 else ""
+            shown = ", ".join(map(repr, entries[:3]))
+            findings.append(
+                Finding(
+                    rule,
+                    "warning" if rule != "exclude-unmatched" else "info",
+                    f"{len(entries)} {text}: {shown}{more}",
+                    CONFIG,
+                )
+            )
+    for entry, wrong in over.items():
+        findings.append(
+            Finding(
+                "exclude-contradicted",
+                "warning",
+                f"{entry!r} excludes {len(wrong)} modules that are stored quantised ({wrong[0]}); dropped",
+                CONFIG,
+            )
+        )
+    findings += overmatches(names, quantized)
+    return ExcludeReport(names, tuple(corrupted), tuple(unmatched), tuple(contradicted), added, tuple(findings))
+
+
+def _matcher(modules: Iterable[str]) -> Any:
+    """A function from an exclude entry to the modules it matches: glob, `re:` regex, or a name and all below it."""
+    ordered = sorted(set(modules))
+
+    def starting_with(prefix: str) -> list[str]:
+        begin = bisect_left(ordered, prefix)
+        end = bisect_left(ordered, prefix + "\U0010ffff", begin)
+        return ordered[begin:end]
+
+    def match(entry: str) -> list[str]:
+        if entry.startswith("re:"):
+            try:
+                pattern = re.compile(entry[3:])
+            except re.error:
+                return []
+            return [module for module in ordered if pattern.match(module)]
+        literal = re.split(r"[*?\[]", entry, maxsplit=1)[0]
+        if literal != entry:
+            return [module for module in starting_with(literal) if fnmatchcase(module, entry)]
+        return [module for module in starting_with(entry) if module == entry or module.startswith(entry + ".")]
+
+    return match
+
+
+def overmatches(names: Sequence[str], quantized: Sequence[str]) -> list[Finding]:
+    """Where an engine takes an explicit name for more than it says.
+
+    vLLM 0.33 tests `entry in prefix`, so a router `mlp.gate` also hits `mlp.gate_proj` and the fused `mlp.gate_up_proj`
+    of the same layer. SGLang 0.5.23 compares the last part alone for MLA's projections, over all layers.
+    """
+    findings = []
+    ordered = sorted(quantized)
+    for name in names:
+        position = bisect_left(ordered, name)
+        hit = ordered[position] if position < len(ordered) else ""
+        if hit.startswith(name) and hit != name and hit[len(name)] != ".":
+            findings.append(
+                Finding(
+                    "exclude-substring",
+                    "warning",
+                    f"vLLM also takes the excluded {name!r} for {hit!r}, which is quantised",
+                    CONFIG,
+                )
+            )
+    tails = {module.rpartition(".")[2] for module in quantized}
+    for tail in ("q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"):
+        excluded = [name for name in names if name.rpartition(".")[2] == tail]
+        if excluded and tail in tails:
+            findings.append(
+                Finding(
+                    "exclude-tail",
+                    "warning",
+                    f"SGLang takes the excluded {excluded[0]!r} for {tail} of every layer, quantised ones too",
+                    CONFIG,
+                )
+            )
+    return findings
+
+
+def rewrite(schema: Schema, config: QuantConfig, exclude: ExcludeReport) -> QuantConfig:
+    """The configuration that says what is stored: algorithm, explicit excludes, every linear when mixed."""
+    algo = config.algo
+    nvfp4 = list(schema.of_format(Format.NVFP4))
+    if algo in (W4A4, "NVFP4_AWQ") and not any("input_scale" in linear.params for linear in nvfp4):
+        algo = W4A16
+    group_size = GROUP_SIZE if algo != MIXED else None
+    layers = _rewrite_layers(schema, config) if algo == MIXED else None
+    return replace(config, algo=algo, exclude=exclude.names, group_size=group_size, layers=layers)
+
+
+def _rewrite_layers(schema: Schema, config: QuantConfig) -> dict[str, dict[str, Any]]:
+    """quantized_layers with each quantised linear, and each MoE container, which vLLM looks up first."""
+    containers = _containers(schema)
+    old = config.layers or {}
+    layers: dict[str, dict[str, Any]] = {}
+    for linear in schema.linears.values():
+        container = containers.get(linear.module)
+        if linear.format is Format.NVFP4:
+            declared = algo_of(linear.module, config, container)
+            bare = declared if declared in NVFP4_ALGOS else (W4A4 if "input_scale" in linear.params else W4A16)
+            entry: dict[str, Any] = {"quant_algo": bare, "group_size": GROUP_SIZE}
+        elif linear.format is Format.FP8:
+            entry = dict(old.get(linear.module) or {"quant_algo": "FP8"})
+        elif linear.module in old:
+            entry = dict(old[linear.module])
+        else:
+            continue
+        if linear.experts is None:
+            layers[linear.module] = entry
+        if container is not None:
+            layers[container] = entry
+    return {key: layers[key] for key in sorted(layers, key=natural_key)}
+
+
+# --- written back -----------------------------------------------------------------------------------------------------
+
+
+def _tensor_args(bits: int, group_size: int | None) -> dict[str, Any]:
+    args: dict[str, Any] = {"dynamic": False, "num_bits": bits, "type": "float"}
+    return args | ({"group_size": group_size} if group_size else {})
+
+
+def _config_groups(config: QuantConfig) -> dict[str, Any] | None:
+    def group(algo: str, targets: list[str], size: int | None) -> dict[str, Any]:
+        bits = 4 if "NVFP4" in algo else 8
+        weights = _tensor_args(bits, size if bits == 4 else None)
+        activations = {} if algo == W4A16 else {"input_activations": dict(weights)}
+        return {**activations, "weights": weights, "targets": targets}
+
+    if config.algo in NVFP4_ALGOS:
+        return {"group_0": group(config.algo, ["Linear"], config.group_size)}
+    by_algo: dict[str, list[str]] = defaultdict(list)
+    for module, entry in (config.layers or {}).items():
+        by_algo[str(entry.get("quant_algo", "")).upper()].append(module)
+    if not set(by_algo) <= {*NVFP4_ALGOS, "FP8"}:
+        return None
+    return {f"group_{i}": group(algo, by_algo[algo], GROUP_SIZE) for i, algo in enumerate(sorted(by_algo))}
+
+
+def quantization_config(config: QuantConfig) -> dict[str, Any]:
+    """config.json's quantization_config."""
+    section: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": config.algo}
+    if config.group_size is not None:
+        section["group_size"] = config.group_size
+    groups = _config_groups(config)
+    if groups is not None:
+        section["config_groups"] = groups
+    if config.layers is not None:
+        section["quantized_layers"] = dict(config.layers)
+    section["ignore"] = list(config.exclude)
+    scheme = config.kv_cache_scheme
+    if scheme is None and config.kv_cache is not None:
+        scheme = {"FP8": _tensor_args(8, None), "NVFP4": _tensor_args(4, GROUP_SIZE)}.get(config.kv_cache.upper())
+    if scheme is not None or config.algo == MIXED:  # SGLang 0.5.23 insists on the key when mixed, null will do
+        section["kv_cache_scheme"] = dict(scheme) if scheme is not None else None
+    if config.kv_cache is not None:
+        section["kv_cache_quant_algo"] = config.kv_cache
+    if config.producer is not None:
+        section["producer"] = dict(config.producer)
+    return section | dict(config.extras or {})
+
+
+def hf_quant_config(config: QuantConfig) -> dict[str, Any]:
+    """hf_quant_config.json."""
+    section: dict[str, Any] = {"quant_algo": config.algo, "kv_cache_quant_algo": config.kv_cache}
+    if config.group_size is not None:
+        section["group_size"] = config.group_size
+    if config.layers is not None:
+        section["quantized_layers"] = dict(config.layers)
+    section["exclude_modules"] = list(config.exclude)
+    section |= dict(config.extras or {})
+    producer = {"producer": dict(config.producer)} if config.producer is not None else {}
+    return {**producer, "quantization": section}
+
+
+def rewritten_config(config: Mapping[str, Any], quant: QuantConfig) -> dict[str, Any]:
+    """config.json with its quantization_config written anew, where it stood (top level, or text_config)."""
+    written = dict(config)
+    text = config.get("text_config")
+    if "quantization_config" not in config and isinstance(text, Mapping) and "quantization_config" in text:
+        written["text_config"] = {**text, "quantization_config": quantization_config(quant)}
+    else:
+        written["quantization_config"] = quantization_config(quant)
+        if isinstance(text, Mapping) and "quantization_config" in text:
+            written["text_config"] = {key: value for key, value in text.items() if key != "quantization_config"}
+    return written

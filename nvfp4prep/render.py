@@ -1,0 +1,124 @@
+"""Plans and results as rich renderables, for people. Data in, renderable out; `cli` prints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from nvfp4prep.convert import Prepared, Result
+from nvfp4prep.findings import Finding
+from nvfp4prep.manifest import total_counts
+from nvfp4prep.scales import GlobalScaleReport, InputScaleReport, RescaleCounts, changes
+
+_STYLE = {"error": "bold red", "warning": "yellow", "info": "dim"}
+
+
+def size(count: float) -> str:
+    """Bytes for a person: 1.5 GB."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def findings(found: Iterable[Finding], verbose: bool) -> list[Text]:
+    """One line each; without `verbose` only warnings and errors, each rule three times at most."""
+    lines: list[Text] = []
+    seen: Counter[str] = Counter()
+    for finding in found:
+        if finding.severity == "info" and not verbose:
+            continue
+        seen[finding.rule] += 1
+        if verbose or seen[finding.rule] <= 3:
+            lines.append(Text(str(finding), style=_STYLE[finding.severity]))
+    hidden = sum(count - 3 for count in seen.values() if count > 3)
+    if hidden and not verbose:
+        lines.append(Text(f"... and {hidden} more of these; -v shows all", style="dim"))
+    return lines
+
+
+def plan(prepared: Prepared, verbose: bool) -> RenderableType:
+    """What will be written, before it is."""
+    source, plan_ = prepared.checkpoint.source, prepared.plan
+    revision = f"@{source.revision}" if source.revision else ""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("source", f"{source.spec}{revision}: {len(source.tensors):,} tensors in {len(source.shards)} files")
+    facts.add_row(
+        "output", f"{len(plan_.outputs):,} tensors in {len(plan_.shards)} files, {size(prepared.bytes_needed)}"
+    )
+    facts.add_row("", f"quant_algo {prepared.quant.algo}, {len(prepared.quant.exclude)} modules excluded by name")
+    facts.add_row("scales", _decisions(prepared))
+    parts: list[RenderableType] = [facts, *findings(prepared.findings, verbose)]
+    if verbose:
+        parts.append(scale_table(prepared.resolution.input_scales, prepared.resolution.global_scales, {}))
+    return Group(*parts)
+
+
+def _decisions(prepared: Prepared) -> str:
+    resolution = prepared.resolution
+    normalised = sum(changes(report) for report in resolution.input_scales)
+    unified = sum(len(report.pairs) for report in resolution.global_scales if report.unified)
+    apart = sum(len(report.pairs) for report in resolution.global_scales if not report.unified)
+    parts = [
+        f"input_scale of {normalised} of {len(resolution.input_scales)} GEMMs normalised"
+        if resolution.input_scales
+        else "no input_scale (weight-only)",
+        f"{unified} groups of unequal weight_scale_2 unified" if unified else "",
+        "weight_scale_2 agrees wherever engines share it" if not (unified or apart) else "",
+        f"{apart} gate/up pairs kept apart" if apart else "",
+        f"{len(prepared.plan.imputed)} input_scale imputed" if prepared.plan.imputed else "",
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def scale_table(
+    inputs: Sequence[InputScaleReport], globals_: Sequence[GlobalScaleReport], rescaled: dict[str, RescaleCounts]
+) -> Table:
+    """Per layer: spread of input scales, ratio of global scales, and what unifying did to block scales."""
+    table = Table(title="scales", title_justify="left", box=None, header_style="bold", padding=(0, 1))
+    for column in ("layer", "where", "GEMM", "input_scale min..max", "written", "gate/up ratio", "block scales"):
+        table.add_column(column, no_wrap=column != "where")
+    by_place = {report.where: report for report in globals_}
+    for report in inputs:
+        good = report.good
+        pairs = by_place.get(report.where) if report.gemm != "w2" else None
+        table.add_row(
+            "" if report.layer is None else str(report.layer),
+            report.where.rpartition(f"layers.{report.layer}.")[2],
+            report.gemm,
+            f"{min(good):.4g}..{max(good):.4g}" if report.spread > 1 else f"{max(good):.4g}",
+            "as stored" if report.after is None else f"{report.after:.4g}",
+            "" if pairs is None or not pairs.pairs else f"up to {pairs.max_ratio:.3g}",
+            "" if pairs is None or not rescaled or not pairs.unified else rescale_text(total_counts(pairs, rescaled)),
+        )
+    return table
+
+
+def rescale_text(counts: RescaleCounts) -> str:
+    """What unifying did, in a line."""
+    if not counts.inexact:
+        return f"exact ({counts.blocks:,} blocks)"
+    text = f"{counts.inexact:,} of {counts.blocks:,} blocks inexact, largest error {counts.max_relative_error:.2%}"
+    lost = [f"{counts.became_subnormal:,} became subnormal"] if counts.became_subnormal else []
+    lost += [f"{counts.became_zero:,} became zero"] if counts.became_zero else []
+    return ", ".join([text, *lost])
+
+
+def result(prepared: Prepared, done: Result) -> RenderableType:
+    """What was written."""
+    lines: list[RenderableType] = []
+    for report in prepared.resolution.global_scales:
+        if report.unified:
+            counts = total_counts(report, done.rescaled)
+            where = report.where if report.layer is None else f"layer {report.layer}: {report.where}"
+            lines.append(
+                Text(f"{where}: {len(report.pairs)} of {report.total} weight_scale_2 unified, {rescale_text(counts)}")
+            )
+    written = sum(entry["bytes"] for entry in done.manifest["outputs"].values())
+    lines.append(Text(f"Done: {done.out} ({size(written)}); nvfp4prep.json says what was changed.", style="green"))
+    return Group(*lines)

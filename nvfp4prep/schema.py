@@ -1,0 +1,504 @@
+"""What a checkpoint holds: linears by format, MoE layers, fusion groups, from names, dtypes and shapes alone.
+
+What is stored decides a module's format; the configuration is compared with it elsewhere (`quant_config`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+from nvfp4prep.dialects import FUSION_GROUPS, QUANT_PARAMS, Dialect, Role, layer_number, natural_key, role_of
+from nvfp4prep.findings import Finding, ranges
+from nvfp4prep.header import TensorInfo
+
+GROUP_SIZE = 16
+"""NVFP4: one E4M3 block scale for 16 values along the input dimension."""
+
+FLOAT_DTYPES = frozenset({"F32", "BF16", "F16"})
+SCALAR_PARAMS = ("weight_scale_2", "input_scale")
+
+
+class Format(Enum):
+    """How a linear's weight is stored."""
+
+    NVFP4 = "NVFP4"
+    FP8 = "FP8"
+    INT4 = "int4"
+    UNQUANTIZED = "unquantized"
+    UNCLASSIFIED = "unclassified"
+
+
+GateUpOrder = Literal["halves", "interleaved"]
+"""Columns of a fused gate_up tensor: all gates then all ups (Llama-4), or gate, up, gate, up (gpt-oss)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A module with a weight.
+
+    `params` maps weight, weight_scale, weight_scale_2, input_scale, pre_quant_scale, bias, ... to what is stored.
+    `rows` x `columns` is the logical weight (outputs x inputs) of one expert; `experts` is E for a fused tensor.
+    `expert` is the expert's id in the name, if any.
+    """
+
+    module: str
+    format: Format
+    params: Mapping[str, TensorInfo]
+    rows: int = 0
+    columns: int = 0
+    experts: int | None = None
+    separator: str = "."
+    expert: int | None = None
+
+    @property
+    def layer(self) -> int | None:
+        return layer_number(self.module)
+
+    def tensor_name(self, param: str) -> str:
+        """The name of a parameter in the checkpoint's dialect, also of one that is not stored."""
+        return self.module + self.separator + param
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """The linears of one routed expert; `gate` is None when not gated."""
+
+    id: int
+    gate: Linear | None
+    up: Linear
+    down: Linear
+
+    @property
+    def w13(self) -> tuple[Linear, ...]:
+        return (self.gate, self.up) if self.gate else (self.up,)
+
+
+@dataclass(frozen=True, slots=True)
+class MoeLayer:
+    """One MoE block: per-expert linears in `experts`, or `gate_up` and `down` fused over all experts.
+
+    `intermediate` is I and `hidden` is H of the routed experts.
+    """
+
+    path: str
+    format: Format
+    expert_count: int
+    hidden: int
+    intermediate: int
+    gated: bool
+    experts: tuple[Expert, ...] = ()
+    gate_up: Linear | None = None
+    down: Linear | None = None
+    order: GateUpOrder | None = None
+
+    @property
+    def layer(self) -> int | None:
+        return layer_number(self.path)
+
+    @property
+    def container(self) -> str:
+        """The module that holds the experts; engines look it up in exclude lists and quantized_layers."""
+        return self.path + ".experts"
+
+    @property
+    def w13(self) -> tuple[Linear, ...]:
+        """All linears that read the MoE block's input."""
+        return (self.gate_up,) if self.gate_up else tuple(linear for expert in self.experts for linear in expert.w13)
+
+    @property
+    def w2(self) -> tuple[Linear, ...]:
+        """All down projections."""
+        return (self.down,) if self.down else tuple(expert.down for expert in self.experts)
+
+
+@dataclass(frozen=True, slots=True)
+class FusionGroup:
+    """Linears outside the experts that engines fuse, all NVFP4."""
+
+    members: tuple[Linear, ...]
+
+    @property
+    def label(self) -> str:
+        parent = self.members[0].module.rpartition(".")[0]
+        return f"{parent}.{{{','.join(member.module.rpartition('.')[2] for member in self.members)}}}"
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """Everything the plan needs to know about a checkpoint's contents."""
+
+    linears: Mapping[str, Linear]
+    moe_layers: tuple[MoeLayer, ...]
+    fusion_groups: tuple[FusionGroup, ...]
+    expert_of: Mapping[str, tuple[str, int]]
+    findings: tuple[Finding, ...]
+
+    def of_format(self, wanted: Format) -> Iterator[Linear]:
+        return (linear for linear in self.linears.values() if linear.format is wanted)
+
+
+def build_schema(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> Schema:
+    """Classify every tensor.
+
+    Args:
+        tensors: from the headers.
+        config: config.json, for the expert count and the order of fused gate/up columns.
+
+    Returns:
+        A Schema; what is wrong is in its findings, errors among them.
+    """
+    findings: list[Finding] = []
+    stored: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
+    roles: dict[str, Role] = {}
+    for tensor in tensors.values():
+        role = role_of(tensor.name)
+        stored[role.module][role.param] = tensor
+        roles.setdefault(role.module, role)
+    linears: dict[str, Linear] = {}
+    for module, params in stored.items():
+        linear = _classify(roles[module], params, findings)
+        if linear is not None:
+            linears[module] = linear
+    moe_layers = _moe_layers(linears, roles, config, findings)
+    fusion_groups = _fusion_groups(linears, roles, findings)
+    expert_of = {
+        linear.module: (moe.path, expert.id)
+        for moe in moe_layers
+        for expert in moe.experts
+        for linear in (*expert.w13, expert.down)
+    }
+    return Schema(linears, moe_layers, fusion_groups, expert_of, tuple(findings))
+
+
+# --- one module -----------------------------------------------------------------------------------------------------
+
+
+def _classify(role: Role, params: Mapping[str, TensorInfo], findings: list[Finding]) -> Linear | None:
+    """The Linear of a module, or None for a module without a weight matrix. Appends findings."""
+    layer = layer_number(role.module)
+    experts = () if role.expert is None else (role.expert,)
+    separator = role.dialect.separator if role.dialect else "."
+
+    def make(form: Format, rows: int = 0, columns: int = 0, count: int | None = None) -> Linear:
+        return Linear(role.module, form, params, rows, columns, count, separator, role.expert)
+
+    def find(rule: str, message: str, tensor: TensorInfo, severity: Literal["error", "warning"] = "error") -> None:
+        findings.append(Finding(rule, severity, message, tensor.file, tensor.name, layer, experts))
+
+    weight = params.get("weight")
+    sidecars = [params[param] for param in QUANT_PARAMS if param in params]
+    if weight is None:
+        for tensor in sidecars:
+            find("scale-without-weight", "no weight uses this scale; the weight is missing or has another name", tensor)
+        return None
+    if weight.dtype in FLOAT_DTYPES or weight.dtype == "F64":
+        for tensor in sidecars:
+            find("scale-without-weight", f"the weight beside this scale is {weight.dtype}, not quantised", tensor)
+        if len(weight.shape) < 2:
+            return None
+        if _is_fused(role) and len(weight.shape) == 3:
+            return make(Format.UNQUANTIZED, weight.shape[2], weight.shape[1], weight.shape[0])
+        return make(Format.UNQUANTIZED, *weight.shape[:2])
+    scale = params.get("weight_scale")
+    if weight.dtype == "F8_E4M3":
+        return make(Format.FP8, *weight.shape[-2:]) if len(weight.shape) >= 2 else None
+    if weight.dtype == "U8" and scale is None:
+        if "weight_scale_2" in params or role.moe is not None:
+            find("block-scale-missing", "the packed weight has no weight_scale; export or download it again", weight)
+        else:
+            find("unclassified", "U8 without a weight_scale; kept as it is", weight, "warning")
+        return make(Format.UNCLASSIFIED)
+    if weight.dtype == "U8" and scale is not None and scale.dtype == "F8_E4M3":
+        sizes = _nvfp4_sizes(role, params, find)
+        return make(Format.NVFP4, *sizes) if sizes else make(Format.UNCLASSIFIED)
+    if weight.dtype == "U8" and scale is not None and scale.dtype in FLOAT_DTYPES:
+        rows = weight.shape[0] * 2 if len(weight.shape) == 2 else 0
+        return make(Format.INT4, rows, weight.shape[-1] if weight.shape else 0)
+    if sidecars and weight.dtype == "U8":
+        assert scale is not None
+        find(
+            "block-scale-dtype",
+            f"{scale.dtype} {list(scale.shape)} where NVFP4 has F8_E4M3 and int4 a float; "
+            "scales already swizzled for a kernel can't be converted: start from the logical checkpoint",
+            scale,
+        )
+    elif sidecars or len(weight.shape) >= 2:
+        find(
+            "unclassified",
+            f"{weight.dtype} {list(weight.shape)}: a format nvfp4prep does not know; kept as it is",
+            weight,
+            "warning",
+        )
+    return make(Format.UNCLASSIFIED)
+
+
+def _is_fused(role: Role) -> bool:
+    return role.dialect is not None and role.dialect.fused
+
+
+def _nvfp4_sizes(role: Role, params: Mapping[str, TensorInfo], find: Any) -> tuple[int, int, int | None] | None:
+    """Rows, columns and expert count of an NVFP4 linear, or None after a finding."""
+    weight, scale = params["weight"], params["weight_scale"]
+    fused = _is_fused(role)
+    if len(weight.shape) != (3 if fused else 2) or 0 in weight.shape:
+        find(
+            "weight-shape", f"{list(weight.shape)} where {'[E, K/2, N]' if fused else '[N, K/2]'} was expected", weight
+        )
+        return None
+    if fused:
+        experts, half, rows = weight.shape
+        expected: tuple[int, ...] = (experts, half * 2 // GROUP_SIZE, rows)
+    else:
+        experts, (rows, half) = None, weight.shape
+        expected = (rows, half * 2 // GROUP_SIZE)
+    if half * 2 % GROUP_SIZE:
+        find("weight-shape", f"{half * 2} inputs are no multiple of NVFP4's group of {GROUP_SIZE}", weight)
+        return None
+    if scale.shape != expected:
+        find(
+            "block-scale-shape",
+            f"{list(scale.shape)} where {list(expected)} belongs to the weight {list(weight.shape)}; "
+            "padded or swizzled block scales can't be converted: start from the logical checkpoint",
+            scale,
+        )
+        return None
+    if "weight_scale_2" not in params:
+        find(
+            "global-scale-missing",
+            "no weight_scale_2; without it the weight can't be dequantised: export it again",
+            weight,
+        )
+        return None
+    allowed = scale_shapes(experts, role.projection)
+    for tensor in (params[param] for param in SCALAR_PARAMS if param in params):
+        if tensor.dtype not in FLOAT_DTYPES:
+            find("scale-dtype", f"{tensor.dtype} where F32, BF16 or F16 was expected", tensor)
+            return None
+        if tensor.shape not in allowed:
+            shapes = ", ".join(str(list(shape)) for shape in allowed)
+            find("scale-shape", f"shape {list(tensor.shape)}; expected one of {shapes}", tensor)
+            return None
+    return rows, half * 2, experts
+
+
+def scale_shapes(experts: int | None, projection: str | None) -> tuple[tuple[int, ...], ...]:
+    """Shapes in which a weight_scale_2 or input_scale is understood; `experts` is E of a fused tensor, else None."""
+    if experts is None:
+        return (), (1,), (1, 1)
+    shapes: tuple[tuple[int, ...], ...] = (), (1,), (experts,), (experts, 1)
+    return (*shapes, (experts, 2)) if projection == "gate_up" else shapes
+
+
+# --- MoE layers ----------------------------------------------------------------------------------------------------
+
+
+def gate_up_order(config: Mapping[str, Any]) -> GateUpOrder | None:
+    """Order of fused gate/up columns by config.json's model_type; None for a model type nvfp4prep does not know."""
+    model_type = str(config.get("model_type", ""))
+    if model_type.startswith("gpt_oss"):
+        return "interleaved"
+    return "halves" if model_type.startswith("llama4") else None
+
+
+def config_expert_count(config: Mapping[str, Any]) -> int | None:
+    """Routed experts per layer as config.json says, looked up in the text config of multimodal models too."""
+    text = config.get("text_config")
+    for section in (text if isinstance(text, Mapping) else {}, config):
+        for key in ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"):
+            value = section.get(key)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def _moe_layers(
+    linears: Mapping[str, Linear], roles: Mapping[str, Role], config: Mapping[str, Any], findings: list[Finding]
+) -> tuple[MoeLayer, ...]:
+    blocks: dict[str, list[Linear]] = defaultdict(list)
+    for module, linear in linears.items():
+        path = roles[module].moe
+        if path is not None:
+            blocks[path].append(linear)
+    layers = []
+    for path in sorted(blocks, key=natural_key):
+        dialects = {roles[linear.module].dialect for linear in blocks[path]}
+        if len(dialects) > 1:
+            names = " and ".join(sorted(dialect.name for dialect in dialects if dialect))
+            findings.append(
+                Finding(
+                    "mixed-dialects", "error", f"experts of {path} use the names of {names}", layer=layer_number(path)
+                )
+            )
+            continue
+        dialect = dialects.pop()
+        assert dialect is not None
+        build = _fused_layer if dialect.fused else _per_expert_layer
+        layer = build(path, blocks[path], roles, config, findings)
+        if layer is not None:
+            layers.append(layer)
+    return tuple(layers)
+
+
+def _one_format(path: str, linears: Sequence[Linear], findings: list[Finding]) -> Format | None:
+    formats = defaultdict(list)
+    for linear in linears:
+        formats[linear.format].append(linear)
+    if len(formats) == 1:
+        return linears[0].format
+    if Format.UNCLASSIFIED not in formats:
+        fewest = min(formats.values(), key=len)
+        tensor = fewest[0].params["weight"]
+        counts = ", ".join(f"{len(members)} {kind.value}" for kind, members in formats.items())
+        findings.append(
+            Finding(
+                "mixed-experts",
+                "error",
+                f"linears of one MoE layer differ in format ({counts}); one fused kernel can't read them",
+                tensor.file,
+                tensor.name,
+                layer_number(path),
+            )
+        )
+    return None  # an UNCLASSIFIED linear already has its own finding
+
+
+def _per_expert_layer(
+    path: str, linears: Sequence[Linear], roles: Mapping[str, Role], config: Mapping[str, Any], findings: list[Finding]
+) -> MoeLayer | None:
+    layer = layer_number(path)
+
+    def error(rule: str, message: str, experts: Sequence[int] = ()) -> None:
+        findings.append(Finding(rule, "error", f"{path}: {message}", layer=layer, experts=tuple(experts)))
+
+    table: dict[int, dict[str, Linear]] = defaultdict(dict)
+    for linear in linears:
+        role = roles[linear.module]
+        assert role.expert is not None and role.projection is not None
+        table[role.expert][role.projection] = linear
+    before = len(findings)
+    expected = config_expert_count(config) or max(table) + 1
+    absent = sorted(set(range(max(expected, max(table) + 1))) - set(table)) if max(table) < 1_000_000 else [0]
+    if absent or len(table) != expected:
+        error(
+            "expert-missing",
+            f"{len(table)} experts are stored, {expected} expected"
+            + (f"; missing: {ranges(absent)}" if absent else "; config.json names fewer"),
+            absent[:64],
+        )
+    gated = any("gate" in projections for projections in table.values())
+    wanted = ("gate", "up", "down") if gated else ("up", "down")
+    for projection in wanted:
+        without = [expert for expert in sorted(table) if projection not in table[expert]]
+        if without:
+            error("projection-missing", f"no usable {projection} projection", without)
+    if len(findings) > before:
+        return None
+    kind = _one_format(path, linears, findings)
+    if kind is None:
+        return None
+    hidden, intermediate = table[0]["down"].rows, table[0]["up"].rows
+    if kind is not Format.UNCLASSIFIED:
+        odd = [
+            expert
+            for expert, projections in table.items()
+            if any((projections[p].rows, projections[p].columns) != (intermediate, hidden) for p in wanted[:-1])
+            or (projections["down"].rows, projections["down"].columns) != (hidden, intermediate)
+        ]
+        if odd:
+            error(
+                "expert-shape",
+                f"shapes differ from hidden {hidden} and intermediate {intermediate} of expert 0",
+                sorted(odd),
+            )
+            return None
+    experts = tuple(Expert(i, table[i].get("gate"), table[i]["up"], table[i]["down"]) for i in sorted(table))
+    return MoeLayer(path, kind, len(experts), hidden, intermediate, gated, experts)
+
+
+def _fused_layer(
+    path: str, linears: Sequence[Linear], roles: Mapping[str, Role], config: Mapping[str, Any], findings: list[Finding]
+) -> MoeLayer | None:
+    by_projection = {str(roles[linear.module].projection): linear for linear in linears}
+    kind = _one_format(path, linears, findings)
+    layer = layer_number(path)
+    missing = {"gate_up", "down"} - set(by_projection)
+    if missing:
+        name = linears[0].params["weight"].name
+        findings.append(
+            Finding(
+                "projection-missing",
+                "error",
+                f"{path}: no usable {missing.pop()} projection beside it",
+                tensor=name,
+                layer=layer,
+            )
+        )
+    if missing or kind is None:
+        return None
+    gate_up, down = by_projection["gate_up"], by_projection["down"]
+    if kind is Format.NVFP4:
+        shape = (gate_up.experts, gate_up.columns, gate_up.rows)
+        if (down.experts, down.rows, down.columns * 2) != shape:
+            message = (
+                f"{path}: gate_up is {list(shape)}, down is {[down.experts, down.columns, down.rows]}; they don't fit"
+            )
+            findings.append(Finding("expert-shape", "error", message, layer=layer))
+            return None
+        expected = config_expert_count(config)
+        if expected is not None and expected != gate_up.experts:
+            findings.append(
+                Finding(
+                    "expert-missing",
+                    "error",
+                    f"{path}: {gate_up.experts} experts are stored, {expected} expected",
+                    layer=layer,
+                )
+            )
+    experts = gate_up.experts or 0
+    return MoeLayer(
+        path, kind, experts, gate_up.columns, gate_up.rows // 2, True, (), gate_up, down, gate_up_order(config)
+    )
+
+
+# --- fusion groups outside the experts -------------------------------------------------------------------------------
+
+
+def _fusion_groups(
+    linears: Mapping[str, Linear], roles: Mapping[str, Role], findings: list[Finding]
+) -> tuple[FusionGroup, ...]:
+    parents: dict[str, dict[str, Linear]] = defaultdict(dict)
+    for module, linear in linears.items():
+        if roles[module].moe is None:
+            parent, _, name = module.rpartition(".")
+            parents[parent][name] = linear
+    groups = []
+    for parent in sorted(parents, key=natural_key):
+        for names in FUSION_GROUPS:
+            members = tuple(parents[parent][name] for name in names if name in parents[parent])
+            if len(members) < 2 or not any(member.format is Format.NVFP4 for member in members):
+                continue
+            if all(member.format is Format.NVFP4 for member in members):
+                groups.append(FusionGroup(members))
+            else:
+                formats = ", ".join(f"{m.module.rpartition('.')[2]} {m.format.value}" for m in members)
+                weight = members[0].params["weight"]
+                findings.append(
+                    Finding(
+                        "mixed-fusion-group",
+                        "error",
+                        f"engines fuse these linears, but their formats differ: {formats}; quantise them alike",
+                        weight.file,
+                        weight.name,
+                        layer_number(parent),
+                    )
+                )
+    return tuple(groups)
+
+
+def dialect_of(schema: Schema, moe: MoeLayer) -> Dialect | None:
+    """The naming dialect of a MoE layer."""
+    return role_of(moe.w2[0].params["weight"].name).dialect

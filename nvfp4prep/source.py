@@ -1,0 +1,258 @@
+"""A checkpoint to read: a local directory or a Hub snapshot. Headers, byte ranges and side files; never writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+
+from nvfp4prep.errors import EnvironmentFault, InputRefused
+from nvfp4prep.findings import Finding
+from nvfp4prep.header import HeaderError, TensorInfo, header_length, parse_header
+
+INDEX = "model.safetensors.index.json"
+MAX_JSON_BYTES = 256_000_000
+_HUB_SPEC = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
+# Bookkeeping of git and of huggingface_hub's local folders: not part of the model.
+_NOT_MODEL = frozenset({".git", ".cache", ".huggingface", "__pycache__"})
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint's headers and where its bytes are.
+
+    `tensors` maps each name to its TensorInfo in file order; `side_files` are all other files, relative, sorted.
+    """
+
+    root: Path
+    spec: str
+    revision: str | None
+    shards: Mapping[str, int]
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, TensorInfo]
+    side_files: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    def open_shard(self, file: str) -> int:
+        """A read-only file descriptor of a shard or side file; the caller closes it."""
+        try:
+            return os.open(self.root / file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise EnvironmentFault(f"{file}: can't be opened: {error.strerror}") from None
+
+
+def read_range(descriptor: int, file: str, start: int, length: int) -> bytes:
+    """`length` bytes at `start`. Raises EnvironmentFault when the file ends before or can't be read."""
+    parts: list[bytes] = []
+    while length:
+        try:
+            part = os.pread(descriptor, length, start)
+        except OSError as error:
+            raise EnvironmentFault(f"{file}: reading at byte {start} failed: {error.strerror}") from None
+        if not part:
+            raise EnvironmentFault(f"{file}: ends at byte {start}, {length} bytes missing; it changed while being read")
+        parts.append(part)
+        start += len(part)
+        length -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def open_source(spec: str) -> Source:
+    """Open a local directory, or a Hub repo `org/name[@revision]` downloaded through huggingface_hub.
+
+    Raises:
+        InputRefused: it is no checkpoint, or a file in it is damaged.
+        EnvironmentFault: it can't be read or downloaded.
+    """
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return read_directory(path, spec=path.resolve().name, revision=None)
+    match = _HUB_SPEC.fullmatch(spec)
+    if path.exists():
+        refuse("not-a-directory", f"{spec} is a file; give the checkpoint's directory")
+    if not match or spec.startswith((".", "~")):
+        refuse("no-such-checkpoint", f"{spec}: no such directory, and not a Hub repo (org/name or org/name@revision)")
+    root = _download(match["repo"], match["revision"])
+    return read_directory(root, spec=match["repo"], revision=root.name if root.parent.name == "snapshots" else None)
+
+
+def _download(repo: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repo, revision=revision))
+    except HFValidationError as error:
+        refuse("no-such-checkpoint", f"{repo}: {error}")
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        at = f"@{revision}" if revision else ""
+        advice = str(error).strip() or type(error).__name__
+        raise EnvironmentFault(f"{repo}{at}: no such local directory, and the Hub download failed: {advice}") from None
+
+
+def refuse(rule: str, message: str, **place: Any) -> NoReturn:
+    """Raise InputRefused with one finding."""
+    raise InputRefused([Finding(rule, "error", message, **place)])
+
+
+def read_directory(root: Path, *, spec: str, revision: str | None) -> Source:
+    """Headers of all shards of a local directory, checked against the index and against each other."""
+    files = sorted(_model_files(root))
+    shard_names = [name for name in files if name.endswith(".safetensors") and "/" not in name]
+    index = _read_index(root) if INDEX in files else None
+    if index is not None:
+        _check_shards_exist(index, shard_names)
+    if not shard_names:
+        refuse("no-weights", "no *.safetensors file here; nvfp4prep reads safetensors checkpoints only", file=spec)
+    findings: list[Finding] = []
+    tensors: dict[str, TensorInfo] = {}
+    metadata: dict[str, str] = {}
+    shards: dict[str, int] = {}
+    duplicates: list[Finding] = []
+    for name in shard_names:
+        size, found, shard_metadata = _read_shard_header(root, name)
+        shards[name] = size
+        metadata = shard_metadata | metadata
+        for tensor in found:
+            if tensor.name in tensors:
+                duplicates.append(
+                    Finding(
+                        "tensor-in-two-shards",
+                        "error",
+                        f"also in {tensors[tensor.name].file}; remove the stray file",
+                        file=name,
+                        tensor=tensor.name,
+                    )
+                )
+            tensors[tensor.name] = tensor
+    if duplicates:
+        raise InputRefused(duplicates)
+    if index is not None:
+        findings += _compare_index(index, tensors)
+    side_files = tuple(name for name in files if name not in shards and name != INDEX)
+    return Source(root, spec, revision, shards, metadata, tensors, side_files, tuple(findings))
+
+
+def _model_files(root: Path) -> Iterable[str]:
+    def fail(error: OSError) -> None:
+        raise EnvironmentFault(f"{error.filename}: can't be listed: {error.strerror}")
+
+    for folder, folders, names in os.walk(root, onerror=fail):
+        folders[:] = sorted(name for name in folders if name not in _NOT_MODEL)
+        for name in names:
+            path = Path(folder) / name
+            if not path.is_file():
+                refuse("not-a-file", "neither a file nor a link to one; remove it", file=str(path.relative_to(root)))
+            yield path.relative_to(root).as_posix()
+
+
+def read_json(root: Path, file: str) -> dict[str, Any] | None:
+    """A JSON object of the checkpoint, or None when the file isn't there. Raises InputRefused for anything else."""
+    path = root / file
+    if not path.is_file():
+        return None
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            refuse("bad-json", f"{path.stat().st_size} bytes, over the limit of {MAX_JSON_BYTES}", file=file)
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise EnvironmentFault(f"{file}: can't be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        refuse("bad-json", f"not valid JSON: {error}", file=file)
+    if not isinstance(value, dict):
+        refuse("bad-json", f"a JSON {type(value).__name__}, not an object", file=file)
+    return value
+
+
+def _read_index(root: Path) -> dict[str, str]:
+    table = read_json(root, INDEX) or {}
+    weight_map = table.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        refuse("bad-index", "weight_map must map tensor names to shard names", file=INDEX)
+    for tensor, shard in weight_map.items():
+        if not is_safe_name(shard):
+            refuse(
+                "unsafe-shard-name",
+                f"names the shard {shard!r}; a shard is a file beside the index",
+                file=INDEX,
+                tensor=tensor,
+            )
+    return weight_map
+
+
+def is_safe_name(name: str) -> bool:
+    """Whether an untrusted file name stays inside its folder: relative, one component, no control characters."""
+    return PurePosixPath(name).name == name and name not in (".", "..") and "\\" not in name and name.isprintable()
+
+
+def _check_shards_exist(index: Mapping[str, str], shard_names: list[str]) -> None:
+    missing = sorted(set(index.values()) - set(shard_names))
+    if missing:
+        raise InputRefused(
+            [
+                Finding(
+                    "shard-missing",
+                    "error",
+                    f"named by {INDEX} ({sum(s == name for s in index.values())} tensors) but not there; fetch it",
+                    file=name,
+                )
+                for name in missing
+            ]
+        )
+
+
+def _read_shard_header(root: Path, name: str) -> tuple[int, list[TensorInfo], dict[str, str]]:
+    try:
+        with (root / name).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = header_length(file.read(8), size)
+            tensors, metadata = parse_header(file.read(length), name, size)
+    except OSError as error:
+        raise EnvironmentFault(f"{name}: can't be read: {error.strerror}") from None
+    except HeaderError as error:
+        refuse("bad-shard", str(error), file=name)
+    return size, tensors, metadata
+
+
+def _compare_index(index: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> list[Finding]:
+    absent = [name for name in index if name not in tensors]
+    if absent:
+        raise InputRefused(
+            [
+                Finding(
+                    "indexed-tensor-missing",
+                    "error",
+                    "in the index but not in the shard; fetch the shard again",
+                    file=index[name],
+                    tensor=name,
+                )
+                for name in absent
+            ]
+        )
+    findings = []
+    for name, shard in index.items():
+        if tensors[name].file != shard:
+            findings.append(
+                Finding("index-wrong-shard", "warning", f"the index says {shard}", file=tensors[name].file, tensor=name)
+            )
+    unindexed = [tensor for name, tensor in tensors.items() if name not in index]
+    for file in sorted({tensor.file for tensor in unindexed}):
+        names = [tensor.name for tensor in unindexed if tensor.file == file]
+        if PurePosixPath(file).name.startswith("consolidated"):
+            refuse(
+                "second-copy", "holds tensors under names that the index does not know; move this file away", file=file
+            )
+        findings.append(
+            Finding(
+                "unindexed-tensors",
+                "warning",
+                f"{len(names)} tensors are not in the index; they are kept and indexed",
+                file=file,
+                tensor=names[0],
+            )
+        )
+    return findings
