@@ -32,7 +32,7 @@ GOAL_SECONDS, GOAL_BYTES = 15.0, 1 << 30
 LAYERS, EXPERTS, DENSE = 61, 256, 3
 HIDDEN, INTERMEDIATE, MOE_INTERMEDIATE, VOCABULARY = 7168, 18432, 2048, 129280
 HEADS, Q_RANK, KV_RANK, ROPE, NOPE, VALUE = 128, 1536, 512, 64, 128, 128
-SHARD_BYTES = 2_470_000_000
+SHARD_BYTES = 2_530_000_000
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "U8": 1}
 INDEX = "model.safetensors.index.json"
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}
@@ -191,6 +191,16 @@ def generate(folder: Path, layers: int, experts: int, shard_bytes: int = SHARD_B
     write_configs(folder, layers, experts, excluded)
 
 
+def is_generated(folder: Path, layers: int, experts: int) -> bool:
+    """Whether `generate` finished in this folder with these sizes; it writes the configs last."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    sizes = (config.get("num_hidden_layers"), config.get("n_routed_experts"), config.get("hidden_size"))
+    return sizes == (layers, experts, HIDDEN) and (folder / "hf_quant_config.json").is_file()
+
+
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
@@ -326,7 +336,10 @@ def main() -> int:
         parser.error("--layers, --experts and --runs are at least 1")
     with tempfile.TemporaryDirectory(prefix="bench-plan-") as scratch:
         folder = args.keep or Path(scratch) / "checkpoint"
-        if not (folder / "config.json").is_file():
+        if folder.is_dir() and any(folder.iterdir()):
+            if not is_generated(folder, args.layers, args.experts):
+                parser.error(f"{folder} is not empty, and holds no checkpoint of this size")
+        else:
             folder.mkdir(parents=True, exist_ok=True)
             generate(folder, args.layers, args.experts)
         found = benchmark(folder, args.runs)
