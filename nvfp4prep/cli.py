@@ -153,9 +153,9 @@ def inspect(src: str, as_json: bool, layer: int | None) -> None:
         if as_json:
             _print_json(inspection.to_json(found))
         else:
-            from nvfp4prep import render
+            from nvfp4prep import inspection_view
 
-            _console().print(render.inspection(found))
+            _console().print(inspection_view.inspection(found))
 
 
 # --- how a run ends ------------------------------------------------------------------------------------------------

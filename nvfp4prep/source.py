@@ -173,14 +173,11 @@ def _read_index(root: Path) -> dict[str, str]:
     weight_map = table.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         refuse("bad-index", "weight_map must map tensor names to shard names", file=INDEX)
-    for tensor, shard in weight_map.items():
+    for shard in sorted(set(weight_map.values())):
         if not is_safe_name(shard):
-            refuse(
-                "unsafe-shard-name",
-                f"names the shard {shard!r}; a shard is a file beside the index",
-                file=INDEX,
-                tensor=tensor,
-            )
+            tensor = next(name for name, value in weight_map.items() if value == shard)
+            message = f"names the shard {shard!r}; a shard is a file beside the index"
+            refuse("unsafe-shard-name", message, file=INDEX, tensor=tensor)
     return weight_map
 
 

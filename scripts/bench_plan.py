@@ -3,9 +3,9 @@
 
 Usage: bench_plan.py [--layers N] [--experts N] [--runs N] [--keep DIR] [--profile]
 
-The checkpoint has real safetensors headers over sparse files: some 400 GB in size, a few MB on disk. Only the scalar scales
-are really written. Every input scale and every gate/up pair differs, the most work that scales can make. Routed and shared
-experts and dense MLPs are NVFP4; attention, router, embeddings and the MTP layer's own projections are BF16.
+The checkpoint has real safetensors headers over sparse files: some 400 GB in size, a few MB on disk. Only the scalar
+scales are really written. Every input scale and every gate/up pair differs, the most work that scales can make. Routed
+and shared experts and dense MLPs are NVFP4; attention, router, embeddings and the MTP layer's own projections are BF16.
 
 Exit codes: 0 the goal is met, or the size is not the default one; 1 it is missed, or a command failed.
 """
@@ -185,9 +185,7 @@ def generate(folder: Path, layers: int, experts: int, shard_bytes: int = SHARD_B
         weight_map |= {spec[0]: file for spec in specs}
     index = {"metadata": {"total_size": sum(map(tensor_bytes, tensors))}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2))
-    excluded = [
-        name.removesuffix(".weight") for name, dtype, shape in tensors if dtype == "BF16" and len(shape) == 2
-    ]
+    excluded = [name.removesuffix(".weight") for name, dtype, shape in tensors if dtype == "BF16" and len(shape) == 2]
     write_configs(folder, layers, experts, excluded)
 
 
@@ -230,7 +228,9 @@ def measure(command: Sequence[str], runs: int) -> Measured:
     """Run a command `runs` times, each in a fresh process."""
     times, peaks, output = [], [], ""
     for _ in range(runs):
-        ran = subprocess.run([sys.executable, "-I", "-S", "-c", _TRAMPOLINE, *command], stdout=subprocess.PIPE, check=True)
+        ran = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, *command], stdout=subprocess.PIPE, check=True
+        )
         sizes, _, rest = ran.stdout.partition(b"\n")
         output = rest.decode(errors="replace")
         code, seconds, peak = json.loads(sizes)
@@ -300,8 +300,11 @@ def benchmark(folder: Path, runs: int) -> dict[str, Measured]:
     found: dict[str, Measured] = {}
     for label, command in commands(folder).items():
         result = found[label] = measure(command, runs)
-        print(f"{label:26} {result.seconds:8.2f} s {result.peak_bytes / 2**20:6.0f} MiB  {result.error or ''}".rstrip())
-        if label.startswith("headers") and result.error is None:
+        if result.error is not None:
+            print(f"{label:26} failed, {result.error}")
+            continue
+        print(f"{label:26} {result.seconds:8.2f} s {result.peak_bytes / 2**20:6.0f} MiB")
+        if label.startswith("headers"):
             stages = json.loads(result.output)
             print("  last run: " + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in stages.items()))
     return found
@@ -325,7 +328,9 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=LAYERS, help=f"layers, the MTP layer not counted [{LAYERS}]")
     parser.add_argument("--experts", type=int, default=EXPERTS, help=f"routed experts of a layer [{EXPERTS}]")
     parser.add_argument("--runs", type=int, default=3, help="runs of each command; the best time counts [3]")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="generate into DIR and keep it; use it when it is there")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="generate into DIR and keep it; use it when it is there"
+    )
     parser.add_argument("--profile", action="store_true", help="profile the dry run as well")
     parser.add_argument("--stages", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,0 +1,176 @@
+"""One routed expert between a checkpoint's form and the logical tensors that layouts take; slices for TP ranks.
+
+Every function has its inverse beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nvfp4prep.blockscales import half_of, rescale_codes
+from nvfp4prep.layouts.logical import Expert, Matrix
+from nvfp4prep.scales import Rescale, RescaleCounts
+from nvfp4prep.schema import GROUP_SIZE, GateUpOrder, Linear, MoeLayer
+
+Read = Callable[[str, int | None], Tensor]
+"""(tensor name, expert index of a fused tensor or None) -> its stored values; U8 for packed weights and E4M3."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A TP rank's share of I: rows start..end of gate and up, columns start..end of down."""
+
+    start: int
+    end: int
+
+
+# --- checkpoint form <-> logical ----------------------------------------------------------------------------------------
+
+
+def load_expert(moe: MoeLayer, index: int, read: Read, rescales: Mapping[str, Rescale]) -> tuple[Expert, RescaleCounts]:
+    """One expert's logical tensors, block scales rescaled where the resolution says so.
+
+    Args:
+        moe: an NVFP4 layer.
+        index: 0 .. E-1.
+        read: reads stored tensors.
+        rescales: of the resolution, by block-scale tensor name.
+    """
+    if moe.gate_up is not None and moe.down is not None:
+        return _load_fused(moe, moe.gate_up, moe.down, index, read, rescales)
+    expert = moe.experts[index]
+    counts = RescaleCounts()
+    matrices: list[Matrix | None] = []
+    for linear in (expert.gate, expert.up, expert.down):
+        if linear is None:
+            matrices.append(None)
+            continue
+        scale = read(linear.params["weight_scale"].name, None)
+        rescale = rescales.get(linear.params["weight_scale"].name)
+        if rescale is not None:
+            counts += rescale_codes(scale, rescale, 0)
+        matrices.append(Matrix(read(linear.params["weight"].name, None), scale))
+    gate, up, down = matrices
+    assert up is not None
+    assert down is not None
+    return Expert(gate, up, down, *(_bias(linear, read) for linear in (expert.gate, expert.up, expert.down))), counts
+
+
+def _bias(linear: Linear | None, read: Read) -> Tensor | None:
+    if linear is None or "bias" not in linear.params:
+        return None
+    return read(linear.params["bias"].name, None).to(torch.float32)
+
+
+def _load_fused(
+    moe: MoeLayer, gate_up: Linear, down: Linear, index: int, read: Read, rescales: Mapping[str, Rescale]
+) -> tuple[Expert, RescaleCounts]:
+    assert moe.order is not None  # targets.check_target
+    scale = read(gate_up.params["weight_scale"].name, index)
+    rescale = rescales.get(gate_up.params["weight_scale"].name)
+    counts = RescaleCounts() if rescale is None else rescale_codes(scale, rescale, index)
+    weight = read(gate_up.params["weight"].name, index)
+    gate, up = (
+        Matrix(half_of(weight, half, moe.order).T.contiguous(), half_of(scale, half, moe.order).T.contiguous())
+        for half in (0, 1)
+    )
+    down_matrix = Matrix(
+        read(down.params["weight"].name, index).T.contiguous(),
+        read(down.params["weight_scale"].name, index).T.contiguous(),
+    )
+    if "bias" not in gate_up.params:
+        return Expert(gate, up, down_matrix), counts
+    bias = read(gate_up.params["bias"].name, index).to(torch.float32)
+    gate_bias, up_bias = (half_of(bias, half, moe.order).contiguous() for half in (0, 1))
+    down_bias = read(down.params["bias"].name, index).to(torch.float32)
+    return Expert(gate, up, down_matrix, gate_bias, up_bias, down_bias), counts
+
+
+def store_expert(expert: Expert, fused: bool, order: GateUpOrder | None) -> dict[tuple[str, str], Tensor]:
+    """The inverse of load_expert: tensors by (projection, parameter), in the checkpoint's form.
+
+    Projections are gate, up, down, or gate_up and down when `fused`. Biases stay F32.
+    """
+    if not fused:
+        table: dict[tuple[str, str], Tensor] = {}
+        for projection, matrix, bias in (
+            ("gate", expert.gate, expert.gate_bias),
+            ("up", expert.up, expert.up_bias),
+            ("down", expert.down, expert.down_bias),
+        ):
+            if matrix is not None:
+                table |= {(projection, "weight"): matrix.weight, (projection, "weight_scale"): matrix.scale}
+            if bias is not None:
+                table[projection, "bias"] = bias
+        return table
+    assert expert.gate is not None
+    assert order is not None
+    table = {
+        ("gate_up", "weight"): _merge_halves(expert.gate.weight.T, expert.up.weight.T, order),
+        ("gate_up", "weight_scale"): _merge_halves(expert.gate.scale.T, expert.up.scale.T, order),
+        ("down", "weight"): expert.down.weight.T.contiguous(),
+        ("down", "weight_scale"): expert.down.scale.T.contiguous(),
+    }
+    if expert.gate_bias is not None and expert.up_bias is not None and expert.down_bias is not None:
+        table["gate_up", "bias"] = _merge_halves(expert.gate_bias, expert.up_bias, order)
+        table["down", "bias"] = expert.down_bias
+    return table
+
+
+def _merge_halves(gate: Tensor, up: Tensor, order: GateUpOrder) -> Tensor:
+    """The inverse of `half_of` for both halves."""
+    if order == "interleaved":
+        return torch.stack([gate, up], -1).reshape(*gate.shape[:-1], 2 * gate.shape[-1])
+    return torch.cat([gate, up], -1)
+
+
+# --- TP -------------------------------------------------------------------------------------------------------------
+
+
+def slice_expert(expert: Expert, share: Slice, first_rank: bool) -> Expert:
+    """A TP rank's part: rows of gate and up, columns of down. down's bias goes to the first rank, zeros to the others,
+    since the ranks' outputs are summed."""
+    rows = slice(share.start, share.end)
+
+    def cut_rows(matrix: Matrix) -> Matrix:
+        return Matrix(matrix.weight[rows], matrix.scale[rows])
+
+    columns = slice(share.start // 2, share.end // 2)
+    blocks = slice(share.start // GROUP_SIZE, share.end // GROUP_SIZE)
+    down_bias = expert.down_bias
+    if down_bias is not None and not first_rank:
+        down_bias = torch.zeros_like(down_bias)
+    return Expert(
+        None if expert.gate is None else cut_rows(expert.gate),
+        cut_rows(expert.up),
+        Matrix(expert.down.weight[:, columns], expert.down.scale[:, blocks]),
+        None if expert.gate_bias is None else expert.gate_bias[rows],
+        None if expert.up_bias is None else expert.up_bias[rows],
+        down_bias,
+    )
+
+
+def join_slices(parts: Sequence[Expert]) -> Expert:
+    """The inverse of slice_expert over all TP ranks, in rank order."""
+
+    def along(dimension: int, matrices: Sequence[Matrix]) -> Matrix:
+        return Matrix(
+            torch.cat([matrix.weight for matrix in matrices], dimension),
+            torch.cat([matrix.scale for matrix in matrices], dimension),
+        )
+
+    gates = [part.gate for part in parts if part.gate is not None]
+    gate_biases = [part.gate_bias for part in parts if part.gate_bias is not None]
+    up_biases = [part.up_bias for part in parts if part.up_bias is not None]
+    return Expert(
+        along(0, gates) if gates else None,
+        along(0, [part.up for part in parts]),
+        along(1, [part.down for part in parts]),
+        torch.cat(gate_biases) if gate_biases else None,
+        torch.cat(up_biases) if up_biases else None,
+        parts[0].down_bias,
+    )

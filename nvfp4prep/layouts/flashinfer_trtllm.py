@@ -1,0 +1,202 @@
+"""flashinfer-trtllm: FlashInfer's `trtllm_fp4_block_scale_moe` on SM100 and SM103.
+
+Rows: up first, then gate (gated); each half padded on its own; both halves interleaved row by row, then shuffled within
+32 rows (GATED+ROW); w2: ROW. Block scales take the same rows, then SWZ. Not gated: up alone, ROW.
+
+    w13_weight         U8    [2I', H'/2]    destination row r <- row (x%2)·I' + x//2 of [up; gate], x = S(r)
+    w13_weight_scale   E4M3  [2I', H'/16]   same rows, then the 128x4 swizzle
+    w2_weight          U8    [H', I'/2]     destination row r <- row S(r)
+    w2_weight_scale    E4M3  [H', I'/16]    same rows, then the 128x4 swizzle
+    gemm1_bias         F32   [2I']          rows as w13_weight, divided by the half's own alpha
+    gemm2_bias         F32   [H']           rows as w2_weight, divided by g2_alphas
+
+S is `permutations.row_shuffle`. Sources: vLLM 0.33 `prepare_static_weights_for_trtllm_fp4_moe` and
+`TrtLlmNvFp4ExpertsBase`; SGLang 0.5.23 `ModelOptNvFp4FusedMoEMethod`; FlashInfer 0.7.2 `fused_moe/core.py`.
+The only layout where unequal gate/up global scales stay exact: the gate half is scaled by g1_alphas, the up half by
+g1_scale_c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvfp4prep.layouts.logical import (
+    Activation,
+    Engine,
+    EngineRules,
+    Expert,
+    Geometry,
+    LayerFacts,
+    Matrix,
+    Requires,
+    Scales,
+    crop_expert,
+    join,
+    join_bias,
+    pad_expert,
+    split,
+    split_bias,
+)
+from nvfp4prep.layouts.permutations import (
+    gated_row_shuffle,
+    put_rows,
+    row_shuffle,
+    swizzle,
+    take_rows,
+    unswizzle,
+)
+
+NAME = "flashinfer-trtllm"
+VERSION = 1
+REQUIRES = Requires(
+    kernel="trtllm_fp4_block_scale_moe",
+    gpus=("sm100", "sm103"),
+    engines={
+        "vllm": EngineRules("flashinfer_trtllm", 16, pad_gated=64, pad_plain=128, pad_hidden=256),
+        "sglang": EngineRules("flashinfer_trtllm", 128, pad_gated=64, pad_plain=128, padded_stride=True),
+    },
+    alphas=2,
+    biases=True,
+)
+
+
+def shapes(geometry: Geometry) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """dtype and shape of each of one expert's tensors, in load order."""
+    rows, hidden, inner = geometry.w13_rows, geometry.padded_hidden, geometry.padded_intermediate
+    table: dict[str, tuple[str, tuple[int, ...]]] = {
+        "w13_weight": ("U8", (rows, hidden // 2)),
+        "w13_weight_scale": ("F8_E4M3", (rows, hidden // 16)),
+        "w2_weight": ("U8", (hidden, inner // 2)),
+        "w2_weight_scale": ("F8_E4M3", (hidden, inner // 16)),
+    }
+    if geometry.biased:
+        table |= {"gemm1_bias": ("F32", (rows,)), "gemm2_bias": ("F32", (hidden,))}
+    return table
+
+
+def _orders(geometry: Geometry) -> tuple[Tensor, Tensor]:
+    w13 = gated_row_shuffle(geometry.w13_rows) if geometry.gated else row_shuffle(geometry.w13_rows)
+    return w13, row_shuffle(geometry.padded_hidden)
+
+
+def pack(expert: Expert, geometry: Geometry, facts: LayerFacts) -> dict[str, Tensor]:
+    """One expert's tensors, named and shaped as in `shapes`; E4M3 as U8 codes."""
+    padded = pad_expert(_scale_biases(expert, 1 / facts.g1_alpha, 1 / facts.g1_alpha_up, 1 / facts.g2_alpha), geometry)
+    w13_order, w2_order = _orders(geometry)
+    w13 = join(padded, "up")
+    packed = {
+        "w13_weight": take_rows(w13.weight, w13_order),
+        "w13_weight_scale": swizzle(take_rows(w13.scale, w13_order)),
+        "w2_weight": take_rows(padded.down.weight, w2_order),
+        "w2_weight_scale": swizzle(take_rows(padded.down.scale, w2_order)),
+    }
+    if padded.down_bias is not None:
+        packed["gemm1_bias"] = take_rows(join_bias(padded, "up"), w13_order)
+        packed["gemm2_bias"] = take_rows(padded.down_bias, w2_order)
+    return packed
+
+
+def unpack(packed: Mapping[str, Tensor], geometry: Geometry, facts: LayerFacts) -> Expert:
+    """The inverse of pack."""
+    w13_order, w2_order = _orders(geometry)
+    w13 = Matrix(
+        put_rows(packed["w13_weight"], w13_order),
+        put_rows(unswizzle(packed["w13_weight_scale"], *packed["w13_weight_scale"].shape), w13_order),
+    )
+    down = Matrix(
+        put_rows(packed["w2_weight"], w2_order),
+        put_rows(unswizzle(packed["w2_weight_scale"], *packed["w2_weight_scale"].shape), w2_order),
+    )
+    gate, up = split(w13, geometry.gated, "up")
+    if "gemm2_bias" not in packed:
+        return crop_expert(Expert(gate, up, down), geometry)
+    gate_bias, up_bias = split_bias(put_rows(packed["gemm1_bias"], w13_order), geometry.gated, "up")
+    down_bias = put_rows(packed["gemm2_bias"], w2_order)
+    expert = Expert(gate, up, down, gate_bias, up_bias, down_bias)
+    return crop_expert(_scale_biases(expert, facts.g1_alpha, facts.g1_alpha_up, facts.g2_alpha), geometry)
+
+
+def _scale_biases(expert: Expert, gate: float, up: float, down: float) -> Expert:
+    if expert.down_bias is None or expert.up_bias is None:
+        return expert
+    gate_bias = None if expert.gate_bias is None else expert.gate_bias * gate
+    return replace(expert, gate_bias=gate_bias, up_bias=expert.up_bias * up, down_bias=expert.down_bias * down)
+
+
+def scalars(scales: Scales, activation: Activation, facts: LayerFacts) -> dict[str, Tensor]:
+    """The kernel's F32 [E] scalars.
+
+    g1_alphas = a1·s_gate (output1_scale_gate_scalar), g1_alphas_up = a1·s_up, g1_scale_c = g1_alphas_up·(1/a2)
+    (output1_scale_scalar; not gated: 1/a2), g2_alphas = a2·s_down (output2_scale_scalar). Clamp and beta act on the raw
+    accumulator: limit/g1_alphas, beta/g1_alphas; alpha acts on the dequantised gate and stays. Source: vLLM 0.33
+    `_compute_g1_scale_c` and `process_weights_after_loading`.
+    """
+    assert scales.w13_input is not None and scales.w2_input is not None
+    quantize_w2 = 1.0 / scales.w2_input
+    g1_alphas = scales.w13_input * (scales.up if scales.gate is None else scales.gate)
+    g1_alphas_up = scales.w13_input * scales.up
+    table = {
+        "g1_alphas": g1_alphas,
+        "g1_alphas_up": g1_alphas_up,
+        "g1_scale_c": quantize_w2.clone() if scales.gate is None else g1_alphas_up * quantize_w2,
+        "g2_alphas": scales.w2_input * scales.down,
+        "w13_input_scale_quant": 1.0 / scales.w13_input,
+        "w2_input_scale_quant": quantize_w2,
+    }
+    if activation.limit is not None:
+        table["gemm1_clamp_limit"] = torch.full_like(g1_alphas, activation.limit) / g1_alphas
+    if activation.alpha is not None:
+        table["gemm1_alpha"] = torch.full_like(g1_alphas, activation.alpha)
+    if activation.beta is not None:
+        table["gemm1_beta"] = torch.full_like(g1_alphas, activation.beta) / g1_alphas
+    return table
+
+
+def parameters(engine: Engine, scales: Scales, scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The engine's small parameters, by its names. vLLM holds the alphas already multiplied in w13_weight_scale_2."""
+    assert scales.w13_input is not None and scales.w2_input is not None
+    swiglu = {name: scalars[name] for name in ("gemm1_clamp_limit", "gemm1_alpha", "gemm1_beta") if name in scalars}
+    if engine == "sglang":
+        names = ("g1_alphas", "g1_alphas_up", "g1_scale_c", "g2_alphas")
+        one = {name: scalars[name][0] for name in ("w13_input_scale_quant", "w2_input_scale_quant")}
+        return {**{name: scalars[name] for name in names}, **one, **swiglu}
+    return {
+        "w13_weight_scale_2": scalars["g1_alphas"],
+        "w13_input_scale": scales.w13_input,
+        "w2_weight_scale_2": scalars["g2_alphas"],
+        "w2_input_scale": scales.w2_input,
+        "g1_scale_c": scalars["g1_scale_c"],
+        **swiglu,
+    }
+
+
+def kernel_args(
+    packed: Mapping[str, Tensor], scalars: Mapping[str, Tensor], activations: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Keyword arguments of `trtllm_fp4_block_scale_moe`, stacked over a rank's experts.
+
+    Args:
+        packed: tensors of `shapes` with a leading [E].
+        scalars: as `scalars` gives them.
+        activations: hidden_states, hidden_states_scale (linear order), routing and sizes, passed through.
+    """
+    return {
+        **activations,
+        "gemm1_weights": packed["w13_weight"],
+        "gemm1_weights_scale": packed["w13_weight_scale"].view(torch.float8_e4m3fn),
+        "gemm1_bias": packed.get("gemm1_bias"),
+        "gemm1_alpha": scalars.get("gemm1_alpha"),
+        "gemm1_beta": scalars.get("gemm1_beta"),
+        "gemm1_clamp_limit": scalars.get("gemm1_clamp_limit"),
+        "gemm2_weights": packed["w2_weight"],
+        "gemm2_weights_scale": packed["w2_weight_scale"].view(torch.float8_e4m3fn),
+        "gemm2_bias": packed.get("gemm2_bias"),
+        "output1_scale_scalar": scalars["g1_scale_c"],
+        "output1_scale_gate_scalar": scalars["g1_alphas"],
+        "output2_scale_scalar": scalars["g2_alphas"],
+    }

@@ -1,0 +1,94 @@
+"""Row orders, swizzles and interleaves that the layouts are made of; each with its inverse beside it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad as pad_zeros
+
+from nvfp4prep.layouts.logical import round_up
+
+# --- SWZ: the 128x4 block-scale swizzle ------------------------------------------------------------------------------
+
+
+def swizzle(scale: Tensor) -> Tensor:
+    """Block scales in the order of Blackwell's block-scaled tensor cores.
+
+    [M, K] is padded with zeros to [M', K'] (M' multiple of 128, K' of 4); byte (m, k) goes to
+    `(m//128)·(K'/4)·512 + (k//4)·512 + (m%32)·16 + ((m%128)//32)·4 + k%4`.
+
+    Source: FlashInfer 0.7.2 `block_scale_interleave` (CUDA), vLLM 0.33 `swizzle_blockscale`.
+
+    Args:
+        scale: U8 [M, K].
+
+    Returns:
+        U8 [M', K'], its bytes in swizzled order.
+    """
+    rows, columns = round_up(scale.shape[0], 128), round_up(scale.shape[1], 4)
+    padded = pad_zeros(scale, (0, columns - scale.shape[1], 0, rows - scale.shape[0]))
+    tiles = padded.view(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(rows, columns)
+
+
+def unswizzle(swizzled: Tensor, rows: int, columns: int) -> Tensor:
+    """The inverse of swizzle: U8 [rows, columns] from U8 [M', K']."""
+    padded_rows, padded_columns = swizzled.shape
+    tiles = swizzled.reshape(padded_rows // 128, padded_columns // 4, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(padded_rows, padded_columns)[:rows, :columns]
+
+
+# --- ROW and GATED: TRT-LLM-gen's row shuffle ------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=16)
+def row_shuffle(rows: int) -> Tensor:
+    """Source row of each destination row: `S(r) = (r//32)·32 + (r%8)·4 + (r%32)//8` (epilogue tile 128). I64 [rows].
+
+    Source: FlashInfer 0.7.2 `get_shuffle_matrix_a_row_indices`; the same rows for weights and block scales.
+    `rows` must be a multiple of 128 (asserted there too).
+    """
+    if rows % 128:
+        raise ValueError(f"the row shuffle needs a multiple of 128 rows, got {rows}")
+    r = torch.arange(rows)
+    return r // 32 * 32 + r % 8 * 4 + r % 32 // 8
+
+
+@lru_cache(maxsize=16)
+def gated_row_shuffle(rows: int) -> Tensor:
+    """As row_shuffle for [first half; second half], which are interleaved row by row first: `(x%2)·rows/2 + x//2`, x = S(r).
+
+    Source: FlashInfer 0.7.2 `_maybe_get_cached_w3_w1_permute_indices`. I64 [rows].
+    """
+    x = row_shuffle(rows)
+    return x % 2 * (rows // 2) + x // 2
+
+
+def take_rows(matrix: Tensor, order: Tensor) -> Tensor:
+    """Row r of the result is row order[r] of the matrix."""
+    return matrix.index_select(0, order)
+
+
+def put_rows(shuffled: Tensor, order: Tensor) -> Tensor:
+    """The inverse of take_rows."""
+    return torch.empty_like(shuffled).index_copy_(0, order, shuffled)
+
+
+# --- ILV64: CuteDSL's interleave of the two halves --------------------------------------------------------------------
+
+
+def interleave_halves(joined: Tensor, chunk: int = 64) -> Tensor:
+    """Chunks of rows of the two halves in turn: [2I, *] -> first chunk of the top half, first of the bottom, second …
+
+    Source: vLLM 0.33 `interleave_linear_and_gate`. I must be a multiple of `chunk`.
+    """
+    rows = joined.shape[0]
+    return joined.view(2, rows // (2 * chunk), chunk, -1).transpose(0, 1).reshape(joined.shape)
+
+
+def separate_halves(interleaved: Tensor, chunk: int = 64) -> Tensor:
+    """The inverse of interleave_halves."""
+    rows = interleaved.shape[0]
+    return interleaved.view(rows // (2 * chunk), 2, chunk, -1).transpose(0, 1).reshape(interleaved.shape)

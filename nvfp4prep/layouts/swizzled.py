@@ -1,0 +1,82 @@
+"""What the layouts share that keep weights as they are and swizzle block scales: flashinfer-cutlass and vllm-cutlass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nvfp4prep.layouts.logical import (
+    Activation,
+    Expert,
+    Geometry,
+    Matrix,
+    Scales,
+    crop_expert,
+    join,
+    pad_expert,
+    round_up,
+    split,
+)
+from nvfp4prep.layouts.permutations import swizzle, unswizzle
+
+Shapes = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def shapes(geometry: Geometry) -> Shapes:
+    """dtype and shape of each of one expert's tensors: weights [N, K/2], swizzled scales padded to 128 rows, 4 columns."""
+    rows, hidden, inner = geometry.w13_rows, geometry.padded_hidden, geometry.padded_intermediate
+    return {
+        "w13_weight": ("U8", (rows, hidden // 2)),
+        "w13_weight_scale": ("F8_E4M3", (round_up(rows, 128), round_up(hidden // 16, 4))),
+        "w2_weight": ("U8", (hidden, inner // 2)),
+        "w2_weight_scale": ("F8_E4M3", (round_up(hidden, 128), round_up(inner // 16, 4))),
+    }
+
+
+def pack(expert: Expert, geometry: Geometry, first: Literal["gate", "up"]) -> dict[str, Tensor]:
+    """Pad each half, join with `first` on top, swizzle the block scales."""
+    padded = pad_expert(expert, geometry)
+    w13 = join(padded, first)
+    return {
+        "w13_weight": w13.weight,
+        "w13_weight_scale": swizzle(w13.scale),
+        "w2_weight": padded.down.weight,
+        "w2_weight_scale": swizzle(padded.down.scale),
+    }
+
+
+def unpack(packed: Mapping[str, Tensor], geometry: Geometry, first: Literal["gate", "up"]) -> Expert:
+    """The inverse of pack."""
+    rows, hidden, inner = geometry.w13_rows, geometry.padded_hidden, geometry.padded_intermediate
+    w13 = Matrix(packed["w13_weight"], unswizzle(packed["w13_weight_scale"], rows, hidden // 16))
+    down = Matrix(packed["w2_weight"], unswizzle(packed["w2_weight_scale"], hidden, inner // 16))
+    return crop_expert(Expert(*split(w13, geometry.gated, first), down), geometry)
+
+
+def one_alpha(scales: Scales, activation: Activation) -> dict[str, Tensor]:
+    """F32 [E] scalars of kernels with one alpha per GEMM: a1·s1, a2·s2, 1/a1, 1/a2; swiglu parameters in real units."""
+    assert scales.w13_input is not None and scales.w2_input is not None
+    table = {
+        "g1_alphas": scales.w13_input * scales.up,
+        "g2_alphas": scales.w2_input * scales.down,
+        "w13_input_scale_quant": 1.0 / scales.w13_input,
+        "w2_input_scale_quant": 1.0 / scales.w2_input,
+    }
+    for name, value in (("limit", activation.limit), ("alpha", activation.alpha), ("beta", activation.beta)):
+        if value is not None:
+            table[f"swiglu_{name}"] = torch.full_like(scales.up, value)
+    return table
+
+
+def raw_parameters(scales: Scales) -> dict[str, Tensor]:
+    """vLLM's small parameters where its experts multiply them at start-up: raw weight_scale_2, input_scale. F32 [E]."""
+    assert scales.w13_input is not None and scales.w2_input is not None
+    return {
+        "w13_weight_scale_2": scales.up,
+        "w13_input_scale": scales.w13_input,
+        "w2_weight_scale_2": scales.down,
+        "w2_input_scale": scales.w2_input,
+    }

@@ -1,0 +1,229 @@
+"""vllm-marlin: vLLM's and SGLang's Marlin MoE (`moe_wna16_marlin_gemm`), weight-only, on SM75 to SM90 and newer.
+
+Rows: gate first, then up; each half padded on its own. Weights go through Marlin's 4-bit repack, block scales are
+transposed, permuted and recoded from E4M3 to S0E5M3.
+
+    w13_weight         I32   [H/16, 2·2I']   marlin_repack.repack
+    w13_weight_scale   E4M3  [H/16, 2I']     S0E5M3 bytes: see `recode_table`
+    w2_weight          I32   [I'/16, 2·H]
+    w2_weight_scale    E4M3  [I'/16, H]
+    w13_bias, w2_bias  F32   [2I'], [H]      columns in Marlin's single order, in real units
+
+Columns of scales: within 64, column i + 8j goes to 8i + j; then each 4 columns in the order 0, 2, 1, 3.
+vLLM multiplies block scales by a power of two per layer and rank (`scale_factor`) and flushes those that stay below 2^-6;
+SGLang does neither. vLLM's global scale is F32, SGLang's is rounded to the activations' dtype first.
+Sources: vLLM 0.33 `prepare_nvfp4_moe_layer_for_marlin`; SGLang 0.5.23 `prepare_moe_nvfp4_layer_for_marlin`; golden vectors of
+vLLM 0.24's kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvfp4prep.layouts import marlin_repack
+from nvfp4prep.layouts.logical import (
+    Activation,
+    Engine,
+    EngineRules,
+    Expert,
+    Geometry,
+    LayerFacts,
+    LayoutError,
+    Matrix,
+    Requires,
+    Scales,
+    crop_expert,
+    join,
+    join_bias,
+    pad_expert,
+    split,
+    split_bias,
+)
+from nvfp4prep.scales import E4M3_VALUES
+
+NAME = "vllm-marlin"
+VERSION = 1
+REQUIRES = Requires(
+    kernel="moe_wna16_marlin_gemm",
+    gpus=("sm75", "sm80", "sm86", "sm89", "sm90"),
+    engines={
+        "vllm": EngineRules("marlin", 64, pad_gated=64, pad_plain=64, pad_odd_hidden=128),
+        "sglang": EngineRules("marlin", 128, pad_gated=64, pad_plain=128),
+    },
+    input_scales=False,
+    biases=True,
+    block_scale_maximum=True,
+)
+
+
+def shapes(geometry: Geometry) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """dtype and shape of each of one expert's tensors, in load order."""
+    rows, hidden, inner = geometry.w13_rows, geometry.padded_hidden, geometry.padded_intermediate
+    table: dict[str, tuple[str, tuple[int, ...]]] = {
+        "w13_weight": ("I32", (hidden // 16, 2 * rows)),
+        "w13_weight_scale": ("F8_E4M3", (hidden // 16, rows)),
+        "w2_weight": ("I32", (inner // 16, 2 * hidden)),
+        "w2_weight_scale": ("F8_E4M3", (inner // 16, hidden)),
+    }
+    if geometry.biased:
+        table |= {"w13_bias": ("F32", (rows,)), "w2_bias": ("F32", (hidden,))}
+    return table
+
+
+# --- block scales: E4M3 to S0E5M3 ----------------------------------------------------------------------------------
+
+
+def scale_factor(largest_code: int, facts: LayerFacts) -> float:
+    """The power of two that vLLM multiplies a rank's block scales of one GEMM by: 2^floor(log2(448 / largest)), at least 1.
+
+    1 with fp16 activations and for SGLang. `largest_code` is the largest E4M3 code of the rank's experts, sign bit clear.
+    Source: vLLM 0.33 `_nvfp4_compute_scale_factor`.
+    """
+    largest = E4M3_VALUES[largest_code]
+    if facts.engine == "sglang" or facts.activation_dtype == "fp16" or largest == 0:
+        return 1.0
+    return 2.0 ** math.floor(math.log2(E4M3_VALUES[-1] / largest))
+
+
+@lru_cache(maxsize=64)
+def recode_table(factor: float, flush: bool) -> Tensor:
+    """S0E5M3 byte of each E4M3 code: the upper 8 bits below the sign of half(value · factor · 2^7). U8 [256].
+
+    With `flush`, products below 2 (and negative ones) become 0; without, the sign is dropped. NaN codes have no entry of
+    their own: half's NaN. Source: vLLM 0.33 `nvfp4_marlin_process_scales`.
+    """
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    half = (codes.to(torch.float32) * factor).to(torch.half) * 2**7
+    if flush:
+        half[half < 2] = 0
+    return (half.view(torch.int16).to(torch.int32) >> 7 & 0xFF).to(torch.uint8)
+
+
+@lru_cache(maxsize=64)
+def restore_table(factor: float, flush: bool) -> Tensor:
+    """The E4M3 code of each S0E5M3 byte, the smallest where several codes share a byte; 0 for bytes of no code. U8 [256]."""
+    table = torch.zeros(256, dtype=torch.uint8)
+    forward = recode_table(factor, flush)
+    for code in reversed(range(256)):
+        table[int(forward[code])] = code
+    return table
+
+
+def lost_codes(factor: float, flush: bool) -> tuple[int, ...]:
+    """E4M3 codes that do not come back: flushed to zero, or negative."""
+    back = restore_table(factor, flush)[recode_table(factor, flush).long()]
+    return tuple(code for code in range(256) if int(back[code]) != code)
+
+
+def _pack_scale(scale: Tensor, factor: float, flush: bool) -> Tensor:
+    columns = marlin_repack.permute_columns(scale.T.contiguous(), marlin_repack.GROUPED_ORDER)
+    regrouped = columns.view(-1, 4)[:, [0, 2, 1, 3]].reshape(columns.shape)
+    return recode_table(factor, flush)[regrouped.long()]
+
+
+def _unpack_scale(packed: Tensor, factor: float, flush: bool) -> Tensor:
+    codes = restore_table(factor, flush)[packed.long()]
+    columns = codes.reshape(-1, 4)[:, [0, 2, 1, 3]].reshape(codes.shape)
+    return marlin_repack.restore_columns(columns, marlin_repack.GROUPED_ORDER).T.contiguous()
+
+
+# --- one expert -------------------------------------------------------------------------------------------------------
+
+
+def pack(expert: Expert, geometry: Geometry, facts: LayerFacts) -> dict[str, Tensor]:
+    """One expert's tensors, named and shaped as in `shapes`; S0E5M3 as U8 bytes."""
+    padded = pad_expert(expert, geometry)
+    w13 = join(padded, "gate")
+    flush = facts.engine == "vllm"
+    packed = {
+        "w13_weight": marlin_repack.repack(w13.weight),
+        "w13_weight_scale": _pack_scale(w13.scale, facts.w13_factor, flush),
+        "w2_weight": marlin_repack.repack(padded.down.weight),
+        "w2_weight_scale": _pack_scale(padded.down.scale, facts.w2_factor, flush),
+    }
+    if padded.down_bias is not None:
+        order = marlin_repack.SINGLE_ORDER
+        packed["w13_bias"] = marlin_repack.permute_columns(join_bias(padded, "gate"), order)
+        packed["w2_bias"] = marlin_repack.permute_columns(padded.down_bias, order)
+    return packed
+
+
+def unpack(packed: Mapping[str, Tensor], geometry: Geometry, facts: LayerFacts) -> Expert:
+    """The inverse of pack; block scales that were flushed come back as 0 (`lost_codes`)."""
+    flush = facts.engine == "vllm"
+    w13 = Matrix(
+        marlin_repack.unpack(packed["w13_weight"]),
+        _unpack_scale(packed["w13_weight_scale"], facts.w13_factor, flush),
+    )
+    down = Matrix(
+        marlin_repack.unpack(packed["w2_weight"]), _unpack_scale(packed["w2_weight_scale"], facts.w2_factor, flush)
+    )
+    gate, up = split(w13, geometry.gated, "gate")
+    expert = Expert(gate, up, down)
+    if "w2_bias" in packed:
+        order = marlin_repack.SINGLE_ORDER
+        w13_bias = marlin_repack.restore_columns(packed["w13_bias"], order)
+        gate_bias, up_bias = split_bias(w13_bias, geometry.gated, "gate")
+        down_bias = marlin_repack.restore_columns(packed["w2_bias"], order)
+        expert = replace(expert, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
+    return crop_expert(expert, geometry)
+
+
+def scalars(scales: Scales, activation: Activation, facts: LayerFacts) -> dict[str, Tensor]:
+    """The kernel's scalars: the global scales as its dequantisation expects them, F32 [E], and the factors taken out.
+
+    g1_alphas = s·2^119 / factor for bf16 activations, s·2^7 for fp16 (exponent bias of the activations' dtype less that of
+    FP4, less 7). SGLang rounds s to the activations' dtype first. Source: vLLM 0.33 `nvfp4_marlin_process_global_scale`.
+    """
+    table = {
+        "g1_alphas": _global(scales.up, facts.w13_factor, facts),
+        "g2_alphas": _global(scales.down, facts.w2_factor, facts),
+        "w13_scale_factor": torch.full_like(scales.up, facts.w13_factor),
+        "w2_scale_factor": torch.full_like(scales.up, facts.w2_factor),
+    }
+    for name, value in (("limit", activation.limit), ("alpha", activation.alpha), ("beta", activation.beta)):
+        if value is not None:
+            table[f"swiglu_{name}"] = torch.full_like(scales.up, value)
+    return table
+
+
+def _global(scale: Tensor, factor: float, facts: LayerFacts) -> Tensor:
+    exponent = 119 if facts.activation_dtype == "bf16" else 7
+    if facts.engine == "sglang":
+        scale = scale.to(_DTYPES[facts.activation_dtype]).to(torch.float32)
+    processed = scale * 2.0**exponent / factor
+    if not bool(torch.isfinite(processed).all()):
+        raise LayoutError(f"a global scale of {float(scale.max()):g} overflows F32 in Marlin's form")
+    return processed
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parameters(engine: Engine, scales: Scales, scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The engine's small parameters: the processed global scales."""
+    return {"w13_weight_scale_2": scalars["g1_alphas"], "w2_weight_scale_2": scalars["g2_alphas"]}
+
+
+def kernel_args(
+    packed: Mapping[str, Tensor], scalars: Mapping[str, Tensor], activations: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Weights and scales for both `moe_wna16_marlin_gemm` calls, stacked over a rank's experts; `activations` passes."""
+    return {
+        **activations,
+        "w1": packed["w13_weight"],
+        "w1_scale": packed["w13_weight_scale"].view(torch.float8_e4m3fn),
+        "global_scale1": scalars["g1_alphas"],
+        "bias1": packed.get("w13_bias"),
+        "w2": packed["w2_weight"],
+        "w2_scale": packed["w2_weight_scale"].view(torch.float8_e4m3fn),
+        "global_scale2": scalars["g2_alphas"],
+        "bias2": packed.get("w2_bias"),
+    }

@@ -1,0 +1,270 @@
+"""Targets: a layout for an engine at a TP/EP size, what it asks of a checkpoint, and how its output is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nvfp4prep.experts import Slice
+from nvfp4prep.findings import Finding
+from nvfp4prep.layouts import LAYOUTS, Layout
+from nvfp4prep.layouts.logical import (
+    ENGINE_VERSIONS,
+    Activation,
+    ActivationDtype,
+    Engine,
+    Geometry,
+    LayoutError,
+    plan_geometry,
+)
+from nvfp4prep.scales import InputScalePolicy, W13ScalePolicy
+from nvfp4prep.schema import Format, MoeLayer, Schema
+
+HF = "hf"
+AUTO = "auto"
+
+GPU_CAPABILITIES: Mapping[str, str] = {
+    "b200": "sm100",
+    "b300": "sm103",
+    "rtx50": "sm120",
+    "h200": "sm90",
+    "h100": "sm90",
+    "a100": "sm80",
+}
+"""--gpu names and their compute capability."""
+
+_OAI_ALPHA = 1.702  # gpt-oss: the reference implementation's constant, not in config.json
+_OAI_BETA = 1.0
+_OAI_LIMIT = 7.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One TP and EP rank."""
+
+    tp: int
+    ep: int
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A packed target."""
+
+    layout: str
+    engine: Engine = "vllm"
+    tp: int = 1
+    ep: int = 1
+    activation_dtype: ActivationDtype = "bf16"
+
+    @property
+    def module(self) -> Layout:
+        return LAYOUTS[self.layout]
+
+    @property
+    def layout_id(self) -> str:
+        """target/engine/version, as in the manifest."""
+        return f"{self.layout}/{self.engine}/{self.module.VERSION}"
+
+    @property
+    def flat(self) -> bool:
+        """Everything in one folder with one index: there is one rank."""
+        return self.tp == 1 and self.ep == 1
+
+    def ranks(self) -> Iterator[Rank]:
+        """All ranks, TP fastest."""
+        return (Rank(tp, ep) for ep in range(self.ep) for tp in range(self.tp))
+
+    def folder(self, rank: Rank) -> str:
+        """Where a rank's files lie, relative to the output."""
+        return "" if self.flat else f"rank-{rank.tp:02}-of-{self.tp:02}_{rank.ep:02}-of-{self.ep:02}"
+
+    @property
+    def common(self) -> str:
+        """Where the other tensors lie."""
+        return "" if self.flat else "common"
+
+    def prefix(self, moe: MoeLayer) -> str:
+        """What stands before the engine's parameter names. vLLM 0.33 keeps them in a RoutedExperts module."""
+        return moe.container + (".routed_experts." if self.engine == "vllm" else ".")
+
+    def own_prefix(self, moe: MoeLayer) -> str:
+        """What stands before this project's own scalars."""
+        return moe.container + ".nvfp4prep."
+
+    def experts(self, moe: MoeLayer, ep_rank: int) -> range:
+        """The contiguous experts of an EP rank."""
+        share = moe.expert_count // self.ep
+        return range(ep_rank * share, (ep_rank + 1) * share)
+
+    def share(self, moe: MoeLayer, tp_rank: int) -> Slice:
+        """A TP rank's part of I. With a padded stride the last ranks may hold less, or nothing."""
+        each = moe.intermediate // self.tp
+        if self.module.REQUIRES.engines[self.engine].padded_stride:
+            each = self._padded(moe).padded_intermediate
+        return Slice(min(tp_rank * each, moe.intermediate), min((tp_rank + 1) * each, moe.intermediate))
+
+    def geometry(self, moe: MoeLayer, tp_rank: int) -> Geometry:
+        """A rank's sizes. Raises LayoutError."""
+        share = self.share(moe, tp_rank)
+        return replace(self._padded(moe), intermediate=share.end - share.start)
+
+    def _padded(self, moe: MoeLayer) -> Geometry:
+        return plan_geometry(
+            self.module.REQUIRES,
+            self.engine,
+            experts=moe.expert_count // self.ep,
+            hidden=moe.hidden,
+            intermediate=moe.intermediate // self.tp,
+            gated=moe.gated,
+            biased=has_biases(moe),
+        )
+
+
+def has_biases(moe: MoeLayer) -> bool:
+    """Whether the experts have biases."""
+    return any("bias" in linear.params for linear in moe.w2)
+
+
+def activation_of(config: Mapping[str, Any], gated: bool) -> Activation:
+    """The experts' activation by config.json. Raises LayoutError for one that is not known: it is never guessed."""
+    text = config.get("text_config")
+    sections = [text, config] if isinstance(text, Mapping) else [config]
+    merged: dict[str, Any] = {}
+    for section in reversed(sections):
+        merged |= section
+    limit = merged.get("swiglu_limit")
+    if str(merged.get("model_type", "")).startswith("gpt_oss"):
+        return Activation("swiglu-oai", float(limit or _OAI_LIMIT), _OAI_ALPHA, _OAI_BETA)
+    name = merged.get("mlp_hidden_act") if not gated else None
+    name = name or merged.get("hidden_act") or merged.get("hidden_activation")
+    if gated and name in ("silu", "swish"):
+        return Activation("silu", None if limit is None else float(limit))
+    if not gated and name in ("relu2", "relu^2", "squared_relu"):
+        return Activation("relu2")
+    kind = "gated" if gated else "not gated"
+    raise LayoutError(f"config.json names the activation {name!r} ({kind}), which nvfp4prep does not know")
+
+
+def target_for(capability: str | None) -> str:
+    """`--target auto`: the target for a GPU's compute capability (sm100), or hf without a GPU."""
+    if capability is None:
+        return HF
+    if capability in ("sm100", "sm103"):
+        return "flashinfer-trtllm"
+    if capability in ("sm120", "sm121"):
+        return "flashinfer-cutlass"
+    return "vllm-marlin" if 75 <= int(capability[2:]) <= 90 else HF
+
+
+def present_capability() -> str | None:
+    """The compute capability of this machine's first GPU, or None."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability(0)
+    return f"sm{major}{minor}"
+
+
+def w13_policy(target: Target, asked: str, activation: Activation) -> W13ScalePolicy:
+    """`--w13-scale` resolved: split stays exact with two alphas and no clamp; everything else needs one shared scale.
+
+    Raises LayoutError when split is asked of a kernel that would misread it.
+    """
+    exact = target.module.REQUIRES.alphas == 2 and activation.limit is None
+    if asked == "auto":
+        return "split" if exact else "unify"
+    if asked == "split" and not exact:
+        why = (
+            "clamps raw accumulators of both halves alike"
+            if activation.limit is not None
+            else "takes one alpha for both"
+        )
+        raise LayoutError(f"--w13-scale split: {target.layout} {why}; use unify or auto")
+    return "split" if asked == "split" else "unify"
+
+
+def check_target(
+    schema: Schema,
+    config: Mapping[str, Any],
+    weight_only: frozenset[str],
+    target: Target,
+    w13_scale: str,
+    input_scale: InputScalePolicy,
+) -> list[Finding]:
+    """Everything that keeps a checkpoint from being packed for a target, as errors with what would work."""
+    requires = target.module.REQUIRES
+    if target.engine not in requires.engines:
+        names = ", ".join(requires.engines)
+        return [
+            _error(
+                f"{target.engine} {ENGINE_VERSIONS[target.engine]} has no such NVFP4 experts; use --engine {names}",
+                target,
+            )
+        ]
+    layers = [moe for moe in schema.moe_layers if moe.format is Format.NVFP4]
+    if not layers:
+        return [_error("no MoE layer with NVFP4 experts to pack; use --target hf", target)]
+    findings = []
+    for moe in layers:
+        problem = _problem(moe, config, weight_only, target, w13_scale)
+        if problem:
+            findings.append(_error(f"{moe.path}: {problem}", target, moe))
+    if input_scale == "keep" and requires.input_scales and target.layout != "vllm-cutlass":
+        findings.append(
+            _error("the kernel takes one input scale per layer: --input-scale keep is for vllm-cutlass", target)
+        )
+    return findings
+
+
+def _problem(
+    moe: MoeLayer, config: Mapping[str, Any], weight_only: frozenset[str], target: Target, w13_scale: str
+) -> str | None:
+    requires = target.module.REQUIRES
+    rules = requires.engines[target.engine]
+    if any("pre_quant_scale" in linear.params for linear in (*moe.w13, *moe.w2)):
+        return "the experts have pre_quant_scale (AWQ), which this kernel has no place for"
+    if requires.input_scales and any(linear.module in weight_only for linear in (*moe.w13, *moe.w2)):
+        return "the experts have no input_scale (W4A16); weight-only targets work: vllm-marlin"
+    if moe.gate_up is not None and moe.order is None:
+        return f"model_type {config.get('model_type')!r} does not say how gate and up columns are ordered"
+    if moe.expert_count % target.ep:
+        sizes = [n for n in (1, 2, 4, 8, 16, 32, 64) if moe.expert_count % n == 0]
+        return f"{moe.expert_count} experts can't be split over --ep {target.ep}; these work: {_list(sizes)}"
+    try:
+        activation = activation_of(config, moe.gated)
+        if activation.kind not in rules.activations or (activation.limit and "swiglu-oai" not in rules.activations):
+            return f"{target.engine} ignores the clamp of {activation.kind} on this kernel"
+        w13_policy(target, w13_scale, activation)
+    except LayoutError as error:
+        return str(error)
+    problem = _tp_problem(moe, target)
+    if problem is None:
+        return None
+    sizes = [n for n in (1, 2, 4, 8, 16, 32) if _tp_problem(moe, replace(target, tp=n)) is None]
+    return f"{problem}; " + (f"--tp {_list(sizes)} works" if sizes else "no TP size works")
+
+
+def _tp_problem(moe: MoeLayer, target: Target) -> str | None:
+    if moe.intermediate % target.tp:
+        return f"intermediate size {moe.intermediate} can't be split over --tp {target.tp}"
+    try:
+        for rank in range(target.tp):
+            target.geometry(moe, rank)
+    except LayoutError as error:
+        return str(error)
+    return None
+
+
+def _list(sizes: list[int]) -> str:
+    return ", ".join(map(str, sizes))
+
+
+def _error(message: str, target: Target, moe: MoeLayer | None = None) -> Finding:
+    return Finding(
+        "target-refused",
+        "error",
+        f"{target.layout}/{target.engine}: {message}",
+        layer=None if moe is None else moe.layer,
+    )
