@@ -14,6 +14,7 @@ import click
 
 from nvfp4prep import __version__
 from nvfp4prep.errors import EXIT_ENVIRONMENT, EXIT_INTERRUPTED, InputRefused, Stop
+from nvfp4prep.findings import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -182,7 +183,7 @@ def _stops(as_json: bool) -> Iterator[None]:
 
 
 def _end(code: int, lines: list[str], findings: tuple[Finding, ...], as_json: bool) -> NoReturn:
-    for line in lines[:_SHOWN_FINDINGS]:
+    for line in map(printable, lines[:_SHOWN_FINDINGS]):
         click.echo(line if line.startswith("error") else f"error: {line}", err=True)
     if len(lines) > _SHOWN_FINDINGS:
         click.echo(f"... and {len(lines) - _SHOWN_FINDINGS} more; --json lists all", err=True)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
 from nvfp4prep.errors import InputRefused
-from nvfp4prep.execute import Outcome, execute, shard_digest
+from nvfp4prep.execute import Job, Outcome, execute, shard_digests
 from nvfp4prep.findings import Finding, errors
-from nvfp4prep.plan import Plan, make_plan
+from nvfp4prep.header import TensorInfo
+from nvfp4prep.plan import Plan, key_of, make_plan, merge
 from nvfp4prep.scales import (
     ImputePolicy,
     InputScalePolicy,
@@ -29,6 +31,10 @@ from nvfp4prep.source import INDEX, Source, open_source, read_json
 from nvfp4prep.survey import read_values
 from nvfp4prep.writer import PartialOutput, check_destination, check_space, file_sizes
 
+if TYPE_CHECKING:
+    from nvfp4prep.layouts.logical import ActivationDtype, Engine
+    from nvfp4prep.packing import PackJob
+
 DEFAULT_SHARD_BYTES = 5_000_000_000
 _REWRITTEN = (qc.CONFIG, qc.HF_QUANT_CONFIG, manifests.MANIFEST)
 
@@ -37,16 +43,23 @@ W13Choice = Literal["auto", "split", "unify"]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line asks for. `max_shard_bytes` None: the previous run's, or 5 GB."""
+    """What the command line asks for, for one target. `max_shard_bytes` None: the previous run's, or 5 GB.
+
+    `engine`, `tp`, `ep` and `activation_dtype` are for packed targets.
+    """
 
     target: str = "hf"
     input_scale: InputScalePolicy = "layer-max"
     w13_scale: W13Choice = "auto"
     impute: ImputePolicy = "none"
     max_shard_bytes: int | None = None
+    engine: Engine = "vllm"
+    tp: int = 1
+    ep: int = 1
+    activation_dtype: ActivationDtype = "bf16"
 
     def policy(self) -> ScalePolicy:
-        """How the target resolves scales: `hf` unifies, since no engine reads two global scales right from it."""
+        """How target `hf` resolves scales: it unifies, since no engine reads two global scales right everywhere."""
         return ScalePolicy(self.input_scale, "unify" if self.w13_scale == "auto" else self.w13_scale, self.impute)
 
 
@@ -66,16 +79,21 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A conversion decided in full; nothing is written yet."""
+    """A conversion to one target decided in full; nothing is written yet. `folder` is relative to OUT."""
 
     checkpoint: Checkpoint
     options: Options
     policy: ScalePolicy
     max_shard_bytes: int
     plan: Plan
-    resolution: Resolution
+    job: Job
     quant: qc.QuantConfig
     findings: tuple[Finding, ...]
+    folder: str = ""
+
+    @property
+    def resolution(self) -> Resolution:
+        return self.job.resolution
 
     @property
     def bytes_needed(self) -> int:
@@ -86,11 +104,20 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished conversion: the manifest as written, and what rescaling did by block-scale tensor."""
+    """A finished conversion: each target's manifest as written, and what rescaling did, by target and tensor or layer."""
 
     out: Path
-    manifest: Mapping[str, Any]
-    rescaled: Mapping[str, RescaleCounts]
+    manifests: tuple[Mapping[str, Any], ...]
+    outcome: Outcome
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        """The first target's manifest."""
+        return self.manifests[0]
+
+    def rescaled(self, job: int = 0) -> dict[str, RescaleCounts]:
+        """What rescaling did for one target."""
+        return {name: counts for (number, name), counts in self.outcome.rescaled.items() if number == job}
 
 
 def read_checkpoint(spec: str) -> Checkpoint:
@@ -156,25 +183,79 @@ def scale_values(checkpoint: Checkpoint) -> dict[str, tuple[float, ...]]:
 
 
 def prepare(spec: str, options: Options) -> Prepared:
-    """Decide a conversion in full.
+    """Read a checkpoint and decide its conversion to one target: see `decide`."""
+    return decide(read_checkpoint(spec), options)
+
+
+def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: int = 0, workers: int = 1) -> Prepared:
+    """Decide a conversion to one target in full.
+
+    Args:
+        checkpoint: as read.
+        options: for this target.
+        folder: where its files lie, relative to OUT.
+        number: its index in the run.
+        workers: threads, for layouts that look at all block scales first.
 
     Raises:
         InputRefused: with every error found.
         EnvironmentFault: I/O.
     """
-    checkpoint = read_checkpoint(spec)
-    policy = options.policy()
     if checkpoint.quant is None or checkpoint.exclude is None or errors(checkpoint.findings):
         raise InputRefused(errors(checkpoint.findings))
     source, schema = checkpoint.source, checkpoint.schema
     shard_bytes = options.max_shard_bytes or _previous_shard_bytes(checkpoint.manifest) or DEFAULT_SHARD_BYTES
-    plan = make_plan(source.tensors, source.metadata, schema, policy, checkpoint.weight_only, shard_bytes)
-    resolution = resolve(schema, scale_values(checkpoint), checkpoint.weight_only, policy)
+    stored = scale_values(checkpoint)
+    if options.target == "hf":
+        policy, job = options.policy(), None
+    else:
+        policy, job = _packed(checkpoint, options, folder, stored)
+    resolution = resolve(schema, stored, checkpoint.weight_only, policy)
     if errors(resolution.findings):
         raise InputRefused(errors(resolution.findings))
-    findings = [*checkpoint.findings, *resolution.findings, *_form_warnings(schema, policy, resolution)]
+    if job is None:
+        plan = make_plan(
+            source.tensors, source.metadata, schema, policy, checkpoint.weight_only, shard_bytes, folder, number
+        )
+    else:
+        from nvfp4prep import packing
+
+        job = packing.with_facts(job, source, schema, resolution, workers)
+        plan = packing.make_packed_plan(
+            source.tensors,
+            source.metadata,
+            schema,
+            policy,
+            checkpoint.weight_only,
+            shard_bytes,
+            job,
+            resolution,
+            number,
+        )
+    findings = [*checkpoint.findings, *resolution.findings]
+    if job is None:
+        findings += _form_warnings(schema, policy, resolution)
     quant = qc.rewrite(schema, checkpoint.quant, checkpoint.exclude)
-    return Prepared(checkpoint, options, policy, shard_bytes, plan, resolution, quant, tuple(findings))
+    return Prepared(
+        checkpoint, options, policy, shard_bytes, plan, Job(resolution, job), quant, tuple(findings), folder
+    )
+
+
+def _packed(
+    checkpoint: Checkpoint, options: Options, folder: str, stored: Mapping[str, tuple[float, ...]]
+) -> tuple[ScalePolicy, PackJob]:
+    """Scale policy and job of a packed target. Raises InputRefused."""
+    from nvfp4prep import packing, targets
+
+    target = targets.Target(options.target, options.engine, options.tp, options.ep, options.activation_dtype)
+    refused = targets.check_target(
+        checkpoint.schema, checkpoint.config, checkpoint.weight_only, target, options.w13_scale, options.input_scale
+    )
+    if refused:
+        raise InputRefused(refused)
+    w13 = targets.w13_policy_of(checkpoint.schema, checkpoint.config, target, options.w13_scale)
+    job = packing.PackJob(target, folder, checkpoint.config, stored, {})
+    return ScalePolicy(options.input_scale, w13, options.impute), job
 
 
 def _previous_shard_bytes(manifest: Mapping[str, Any] | None) -> int | None:
@@ -221,75 +302,122 @@ def _form_warnings(schema: Schema, policy: ScalePolicy, resolution: Resolution) 
 
 
 def write(prepared: Prepared, out: Path, *, overwrite: bool, workers: int, progress: Callable[[int], None]) -> Result:
-    """Write a prepared conversion to `out`.
+    """Write a prepared conversion to `out`: see `write_all`."""
+    return write_all([prepared], out, overwrite=overwrite, workers=workers, progress=progress)
+
+
+def write_all(
+    targets: Sequence[Prepared], out: Path, *, overwrite: bool, workers: int, progress: Callable[[int], None]
+) -> Result:
+    """Write one or several prepared targets of one checkpoint, each to its folder of `out`, reading the source once.
 
     Raises:
         UsageFault: the destination can't be used.
         EnvironmentFault: I/O; nothing is left under `out`.
     """
-    source = prepared.checkpoint.source
+    source = targets[0].checkpoint.source
     check_destination(out, source.root, overwrite=overwrite)
-    check_space(out, prepared.bytes_needed)
+    check_space(out, sum(prepared.bytes_needed for prepared in targets))
+    plan = merge([prepared.plan for prepared in targets])
     with PartialOutput(out) as output:
-        for name in source.side_files:
-            if name not in _REWRITTEN:
-                output.copy_side_file(source.root / name, name)
-        outcome = execute(source, prepared.plan, prepared.resolution, output, workers, progress)
+        for prepared in targets:
+            for name in source.side_files:
+                if name not in _REWRITTEN:
+                    output.copy_side_file(source.root / name, key_of(prepared.folder, name))
+        outcome = execute(source, plan, [prepared.job for prepared in targets], output, workers, progress)
         output.seal()
-        manifest = _manifest(prepared, outcome)
-        output.publish(_small_files(prepared, manifest), overwrite=overwrite)
-    return Result(out, manifest, outcome.rescaled)
+        digests = shard_digests(plan, outcome)
+        written = [_manifest(prepared, number, outcome, digests) for number, prepared in enumerate(targets)]
+        small = [_small_files(prepared, manifest) for prepared, manifest in zip(targets, written, strict=True)]
+        output.publish([file for files in small for file in files], overwrite=overwrite)
+    return Result(out, tuple(written), outcome)
 
 
 def _small_files(prepared: Prepared, manifest: Mapping[str, Any]) -> list[tuple[str, bytes]]:
-    """Manifest, index and configs: what makes a folder loadable is written last."""
-    plan = prepared.plan
-    files = [(manifests.MANIFEST, manifests.to_bytes(manifest))]
-    if len(plan.shards) > 1:
-        weight_map = {name: plan.outputs[name].file for name in sorted(plan.outputs)}
-        total = sum(tensor.nbytes for tensor in plan.outputs.values())
-        files.append((INDEX, manifests.to_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})))
-    files.append((qc.HF_QUANT_CONFIG, manifests.to_bytes(qc.hf_quant_config(prepared.quant))))
-    files.append((qc.CONFIG, manifests.to_bytes(qc.rewritten_config(prepared.checkpoint.config, prepared.quant))))
+    """Manifest, indexes and configs: what makes a folder loadable is written last."""
+    folder, pack = prepared.folder, prepared.job.pack
+    files = [(key_of(folder, manifests.MANIFEST), manifests.to_bytes(manifest))]
+    files += [
+        (key_of(place, INDEX), manifests.to_bytes(index)) for place, index in _indexes(prepared.plan, pack is not None)
+    ]
+    config = prepared.checkpoint.config
+    if pack is None:
+        files.append((key_of(folder, qc.HF_QUANT_CONFIG), manifests.to_bytes(qc.hf_quant_config(prepared.quant))))
+        section = qc.quantization_config(prepared.quant)
+    else:
+        section = manifests.packed_config(pack.target)
+    files.append((key_of(folder, qc.CONFIG), manifests.to_bytes(qc.rewritten_config(config, section))))
     return files
 
 
-def _manifest(prepared: Prepared, outcome: Outcome) -> dict[str, Any]:
-    checkpoint, resolution = prepared.checkpoint, prepared.resolution
+def _indexes(plan: Plan, always: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The index of each folder; a folder with one file needs none unless `always`."""
+    folders: dict[str, list[TensorInfo]] = defaultdict(list)
+    for tensor in plan.outputs.values():
+        folders[tensor.file.rpartition("/")[0]].append(tensor)
+    for folder, tensors in folders.items():
+        if not always and len({tensor.file for tensor in tensors}) == 1:
+            continue
+        weight_map = {tensor.name: tensor.file.rpartition("/")[2] for tensor in tensors}
+        total = sum(tensor.nbytes for tensor in tensors)
+        yield folder, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def _manifest(prepared: Prepared, number: int, outcome: Outcome, digests: Mapping[str, str]) -> dict[str, Any]:
+    checkpoint, pack = prepared.checkpoint, prepared.job.pack
     source = checkpoint.source
-    assert checkpoint.exclude is not None
+    assert checkpoint.quant is not None
     configs = {name: (source.root / name).read_bytes() for name in _REWRITTEN[:2] if (source.root / name).is_file()}
     print_ = manifests.fingerprint(source, configs)
-    widened = [name for name, tensor in source.tensors.items() if tensor.dtype != prepared.plan.outputs[name].dtype]
-    reshaped = [name for name, tensor in source.tensors.items() if tensor.shape != prepared.plan.outputs[name].shape]
+    rescaled = {name: counts for (job, name), counts in outcome.rescaled.items() if job == number}
+    flushed = {path: count for (job, path), count in outcome.flushed.items() if job == number}
     run = {
         "source_fingerprint": print_,
         "options": manifests.options_entry(prepared.options.target, prepared.policy, prepared.max_shard_bytes),
-        "changes": {
-            "input_scales_normalised": sum(changes(report) for report in resolution.input_scales),
-            "pairs_unified": sum(len(report.pairs) for report in resolution.global_scales if report.unified),
-            "scales_widened_to_f32": len(widened),
-            "scales_reshaped": len(reshaped),
-            "imputed": list(prepared.plan.imputed),
-            "exclude_list": {
-                "corrupted": list(checkpoint.exclude.corrupted),
-                "unmatched": list(checkpoint.exclude.unmatched),
-                "contradicted": list(checkpoint.exclude.contradicted),
-                "added": list(checkpoint.exclude.added),
-            },
-        },
+        "changes": _changes(prepared),
         "findings": [finding.to_json() for finding in prepared.findings],
-        "input_scales": [manifests.input_scale_entry(report) for report in resolution.input_scales],
+        "input_scales": [manifests.input_scale_entry(report) for report in prepared.resolution.input_scales],
         "weight_scale_2": [
-            manifests.global_scale_entry(report, outcome.rescaled) for report in resolution.global_scales
+            manifests.global_scale_entry(report, rescaled) for report in prepared.resolution.global_scales
         ],
     }
+    if flushed:
+        run["block_scales_flushed"] = flushed
+    prefix = len(prepared.folder) + 1 if prepared.folder else 0
     outputs = {
-        shard.file: {"bytes": shard.nbytes, "digest": shard_digest(prepared.plan, outcome, shard.file)}
-        for shard in prepared.plan.shards
+        shard.file[prefix:]: {"bytes": shard.nbytes, "digest": digests[shard.file]} for shard in prepared.plan.shards
     }
     facts = manifests.geometry(checkpoint.schema, checkpoint.config)
-    return manifests.build_manifest(checkpoint.manifest, manifests.source_entry(source, print_), run, facts, outputs)
+    entry = manifests.source_entry(source, print_)
+    manifest = manifests.build_manifest(checkpoint.manifest, entry, run, facts, outputs)
+    if pack is not None:
+        from nvfp4prep import packing
+
+        manifest["packed"] = packing.manifest_entry(pack, checkpoint.schema)
+        manifest["logical"] = packing.logical_entry(
+            checkpoint.schema, prepared.policy, source.metadata, prepared.max_shard_bytes, prepared.quant
+        )
+    return manifest
+
+
+def _changes(prepared: Prepared) -> dict[str, Any]:
+    checkpoint, resolution = prepared.checkpoint, prepared.resolution
+    assert checkpoint.exclude is not None
+    outputs = {tensor.name: tensor for tensor in prepared.plan.outputs.values()}
+    kept = [(tensor, outputs[name]) for name, tensor in checkpoint.source.tensors.items() if name in outputs]
+    return {
+        "input_scales_normalised": sum(changes(report) for report in resolution.input_scales),
+        "pairs_unified": sum(len(report.pairs) for report in resolution.global_scales if report.unified),
+        "scales_widened_to_f32": sum(before.dtype != after.dtype for before, after in kept),
+        "scales_reshaped": sum(before.shape != after.shape for before, after in kept),
+        "imputed": list(prepared.plan.imputed),
+        "exclude_list": {
+            "corrupted": list(checkpoint.exclude.corrupted),
+            "unmatched": list(checkpoint.exclude.unmatched),
+            "contradicted": list(checkpoint.exclude.contradicted),
+            "added": list(checkpoint.exclude.added),
+        },
+    }
 
 
 def default_workers() -> int:

@@ -25,40 +25,57 @@ _FUSED: Mapping[str, Projection] = {"gate_up_proj": "gate_up", "down_proj": "dow
 class Dialect:
     """One way to name an expert's tensors.
 
-    `pattern` has the groups moe (path of the MoE block), projection and param, and expert unless `fused`.
-    `separator` stands between the projection and a parameter's name; `weight` is the parameter of an empty param.
+    `pattern` has the groups moe (path of the MoE block), projection and param, and expert unless `fused`; `module` is the
+    same read backwards, for a linear's path. `separator` stands between that and a parameter's name; `weight` is the
+    parameter of an empty param.
     """
 
     name: str
     pattern: re.Pattern[str]
+    module: str
     projections: Mapping[str, Projection]
     fused: bool = False
     separator: str = "."
+
+    def tensor_name(self, moe: str, projection: Projection, expert: int | None, param: str) -> str:
+        """The name of an expert's tensor: the inverse of `role_of`."""
+        label = next(name for name, value in self.projections.items() if value == projection)
+        module = self.module.format(moe=moe, projection=label, expert=expert)
+        return module if self.fused and param == "weight" else module + self.separator + param
 
 
 def _names(projections: Mapping[str, Projection]) -> str:
     return rf"(?P<projection>{'|'.join(projections)})"
 
 
+_EXPERT_FIRST = "{moe}.experts.{expert}.{projection}"
 DIALECTS: tuple[Dialect, ...] = (
     # Qwen3-MoE, DeepSeek, GLM, Nemotron-H: experts.3.gate_proj.weight
     Dialect(
-        "per-expert", re.compile(rf"(?P<moe>.+)\.experts\.(?P<expert>\d{{1,9}})\.{_names(_GATED)}\.{_PARAM}"), _GATED
+        "per-expert",
+        re.compile(rf"(?P<moe>.+)\.experts\.(?P<expert>\d{{1,9}})\.{_names(_GATED)}\.{_PARAM}"),
+        _EXPERT_FIRST,
+        _GATED,
     ),
     # Mixtral: experts.3.w1.weight
     Dialect(
-        "mixtral", re.compile(rf"(?P<moe>.+)\.experts\.(?P<expert>\d{{1,9}})\.{_names(_MIXTRAL)}\.{_PARAM}"), _MIXTRAL
+        "mixtral",
+        re.compile(rf"(?P<moe>.+)\.experts\.(?P<expert>\d{{1,9}})\.{_names(_MIXTRAL)}\.{_PARAM}"),
+        _EXPERT_FIRST,
+        _MIXTRAL,
     ),
     # Projection before expert: experts.gate_proj.3.weight
     Dialect(
         "projection-first",
         re.compile(rf"(?P<moe>.+)\.experts\.{_names(_GATED)}\.(?P<expert>\d{{1,9}})\.{_PARAM}"),
+        "{moe}.experts.{projection}.{expert}",
         _GATED,
     ),
     # Llama-4, gpt-oss: experts.gate_up_proj, experts.gate_up_proj_weight_scale, experts.gate_up_proj_bias
     Dialect(
         "fused",
         re.compile(rf"(?P<moe>.+)\.experts\.{_names(_FUSED)}(?:_(?P<param>{'|'.join(QUANT_PARAMS)}|bias))?"),
+        "{moe}.experts.{projection}",
         _FUSED,
         fused=True,
         separator="_",

@@ -4,31 +4,48 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from nvfp4prep.errors import EnvironmentFault
 from nvfp4prep.header import TensorInfo
-from nvfp4prep.plan import PIECE_BYTES, Copy, Fill, Item, Plan, RescaleBlocks, Step
+from nvfp4prep.plan import PIECE_BYTES, Copy, Fill, Item, Pack, Parameters, Plan, RescaleBlocks, Step, Unpack
 from nvfp4prep.scales import RescaleCounts, Resolution
 from nvfp4prep.source import Source, read_range
 from nvfp4prep.survey import encode_floats
 from nvfp4prep.writer import PartialOutput
 
+if TYPE_CHECKING:
+    from nvfp4prep.packing import PackJob
+
 _READ_BYTES = 1 << 23
 _RESCALE_BYTES = 1 << 21
 
 
+@dataclass(frozen=True)
+class Job:
+    """One target of a run: how its scales were resolved, and how it packs experts (None: `hf`)."""
+
+    resolution: Resolution
+    pack: PackJob | None = None
+
+
 @dataclass
 class Outcome:
-    """What the workers report: digests by (tensor, piece number), and what rescaling did by tensor."""
+    """What the workers report.
+
+    `digests` by (output key, piece number); `rescaled` by (job, block-scale tensor); `flushed` counts block scales that a
+    layout could not keep, by (job, MoE path).
+    """
 
     digests: dict[tuple[str, int], bytes] = field(default_factory=dict)
-    rescaled: dict[str, RescaleCounts] = field(default_factory=dict)
+    rescaled: dict[tuple[int, str], RescaleCounts] = field(default_factory=dict)
+    flushed: dict[tuple[int, str], int] = field(default_factory=dict)
 
 
 class Stopped(Exception):
@@ -36,21 +53,37 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True)
-class _Context:
+class Context:
+    """What a step may use: where to read, where to write, what to report to."""
+
     source: Source
     plan: Plan
-    resolution: Resolution
+    jobs: Sequence[Job]
     output: PartialOutput
     descriptors: Mapping[str, int]
     progress: Callable[[int], None]
     stop: threading.Event
     outcome: Outcome
+    lock: threading.Lock
+
+    def read(self, tensor: TensorInfo, start: int, length: int) -> bytes:
+        """Bytes of a source tensor. Raises Stopped when the run is ending."""
+        if self.stop.is_set():
+            raise Stopped
+        return read_range(self.descriptors[tensor.file], tensor.file, tensor.start + start, length)
+
+    def put(self, key: str, data: bytes | bytearray | memoryview, piece: int = 0) -> None:
+        """Write and hash a whole output tensor, or slice `piece` of a stacked one."""
+        target = self.plan.outputs[key]
+        self.output.write(target.file, target.start + piece * len(data), data)
+        self.outcome.digests[key, piece] = xxhash.xxh3_128_digest(data)
+        self.progress(len(data))
 
 
 def execute(
     source: Source,
     plan: Plan,
-    resolution: Resolution,
+    jobs: Sequence[Job],
     output: PartialOutput,
     workers: int,
     progress: Callable[[int], None],
@@ -58,10 +91,10 @@ def execute(
     """Run every item.
 
     Args:
-        source, plan, resolution: what to read, where to write it, which values.
+        source, plan, jobs: what to read, where to write it, which values.
         output: opened; its shards are created here.
         workers: threads.
-        progress: called with bytes done, from any worker.
+        progress: called with bytes written, from any worker.
 
     Raises:
         EnvironmentFault: reading or writing failed; the first failure stops the others.
@@ -73,13 +106,14 @@ def execute(
             stack.callback(os.close, descriptors[file])
         for shard in plan.shards:
             output.open_shard(shard)
-        context = _Context(source, plan, resolution, output, descriptors, progress, threading.Event(), Outcome())
+        stop = threading.Event()
+        context = Context(source, plan, jobs, output, descriptors, progress, stop, Outcome(), threading.Lock())
         with ThreadPoolExecutor(workers, thread_name_prefix="nvfp4prep") as pool:
             futures = [pool.submit(_run_item, context, item) for item in plan.items]
             try:
                 done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             finally:
-                context.stop.set()
+                stop.set()
                 pool.shutdown(wait=True, cancel_futures=True)
             failures = [error for future in done if (error := future.exception()) is not None]
             for error in sorted(failures, key=lambda error: isinstance(error, Stopped)):
@@ -87,7 +121,7 @@ def execute(
         return context.outcome
 
 
-def _run_item(context: _Context, item: Item) -> None:
+def _run_item(context: Context, item: Item) -> None:
     try:
         for step in item.steps:
             _run_step(context, step)
@@ -95,44 +129,44 @@ def _run_item(context: _Context, item: Item) -> None:
         raise EnvironmentFault(f"{item.label}: out of memory; use fewer --workers") from None
 
 
-def _run_step(context: _Context, step: Step) -> None:
+def _run_step(context: Context, step: Step) -> None:
     match step:
         case Copy():
             _copy(context, step)
         case Fill():
-            data = encode_floats(context.resolution.values[step.name])
-            target = context.plan.outputs[step.name]
-            context.output.write(target.file, target.start, data)
-            context.outcome.digests[step.name, 0] = digest(data)
-            context.progress(len(data))
+            context.put(step.key, encode_floats(context.jobs[step.job].resolution.values[step.name]))
         case RescaleBlocks():
-            if step.tensor.name in context.resolution.rescales:
-                _rescale(context, step.tensor)
-            else:
-                for at in range(0, step.tensor.nbytes, PIECE_BYTES):
-                    _copy(context, Copy(step.tensor, at, min(PIECE_BYTES, step.tensor.nbytes - at)))
+            _rescale(context, step)
+        case Pack() | Parameters() | Unpack():
+            from nvfp4prep import packing  # torch, only where experts are packed
+
+            packing.run(context, step)
 
 
-def _copy(context: _Context, step: Copy) -> None:
-    tensor, target = step.tensor, context.plan.outputs[step.tensor.name]
+def _copy(context: Context, step: Copy) -> None:
     hasher = xxhash.xxh3_128()
     for at in range(step.start, step.start + step.length, _READ_BYTES):
-        if context.stop.is_set():
-            raise Stopped
-        length = min(_READ_BYTES, step.start + step.length - at)
-        data = read_range(context.descriptors[tensor.file], tensor.file, tensor.start + at, length)
-        context.output.write(target.file, target.start + at, data)
+        data = context.read(step.tensor, at, min(_READ_BYTES, step.start + step.length - at))
         hasher.update(data)
-        context.progress(length)
-    context.outcome.digests[tensor.name, step.start // PIECE_BYTES] = hasher.digest()
+        for key in step.keys:
+            target = context.plan.outputs[key]
+            context.output.write(target.file, target.start + at, data)
+            context.progress(len(data))
+    for key in step.keys:
+        context.outcome.digests[key, step.start // PIECE_BYTES] = hasher.digest()
 
 
-def _rescale(context: _Context, tensor: TensorInfo) -> None:
+def _rescale(context: Context, step: RescaleBlocks) -> None:
+    tensor, target = step.tensor, context.plan.outputs[step.key]
+    rescale = context.jobs[step.job].resolution.rescales.get(tensor.name)
+    if rescale is None:
+        for at in range(0, tensor.nbytes, PIECE_BYTES):
+            _copy(context, Copy(tensor, at, min(PIECE_BYTES, tensor.nbytes - at), (step.key,)))
+        return
     import torch
 
     from nvfp4prep.blockscales import rescale_codes
 
-    rescale, target = context.resolution.rescales[tensor.name], context.plan.outputs[tensor.name]
     experts = len(rescale.new)
     columns = tensor.shape[-1]
     per_expert = tensor.nbytes // experts
@@ -141,25 +175,17 @@ def _rescale(context: _Context, tensor: TensorInfo) -> None:
     pieces = PieceHasher()
     for expert in range(experts):
         for at in range(expert * per_expert, (expert + 1) * per_expert, chunk):
-            if context.stop.is_set():
-                raise Stopped
-            length = min(chunk, (expert + 1) * per_expert - at)
-            data = bytearray(read_range(context.descriptors[tensor.file], tensor.file, tensor.start + at, length))
+            data = bytearray(context.read(tensor, at, min(chunk, (expert + 1) * per_expert - at)))
             counts += rescale_codes(torch.frombuffer(data, dtype=torch.uint8).view(-1, columns), rescale, expert)
             context.output.write(target.file, target.start + at, data)
             pieces.update(data)
-            context.progress(length)
+            context.progress(len(data))
     for number, piece in enumerate(pieces.digests()):
-        context.outcome.digests[tensor.name, number] = piece
-    context.outcome.rescaled[tensor.name] = counts
+        context.outcome.digests[step.key, number] = piece
+    context.outcome.rescaled[step.job, tensor.name] = counts
 
 
 # --- digests --------------------------------------------------------------------------------------------------------
-
-
-def digest(data: bytes) -> bytes:
-    """XXH3-128 of bytes."""
-    return xxhash.xxh3_128_digest(data)
 
 
 class PieceHasher:
@@ -185,11 +211,21 @@ class PieceHasher:
         return [*self._done, self._open.digest()] if self._held else list(self._done)
 
 
-def shard_digest(plan: Plan, outcome: Outcome, file: str) -> str:
-    """A file's digest: XXH3-128 over the digests of its header and of its tensors' pieces, in file order."""
-    shard = next(shard for shard in plan.shards if shard.file == file)
-    whole = xxhash.xxh3_128(digest(shard.header))
-    for name, _, _ in shard.tensors:
-        for number in range(-(-plan.outputs[name].nbytes // PIECE_BYTES)):
-            whole.update(outcome.digests[name, number])
-    return f"xxh3-128:{whole.hexdigest()}"
+def shard_digests(plan: Plan, outcome: Outcome) -> dict[str, str]:
+    """Each file's digest: XXH3-128 over the digests of its header and of its tensors' pieces, in file order.
+
+    Pieces are 64 MiB; of tensors stacked over experts, one expert each.
+    """
+    by_file: dict[str, list[str]] = {shard.file: [] for shard in plan.shards}
+    for key, tensor in plan.outputs.items():
+        by_file[tensor.file].append(key)
+    digests = {}
+    for shard in plan.shards:
+        whole = xxhash.xxh3_128(xxhash.xxh3_128_digest(shard.header))
+        for key in by_file[shard.file]:
+            tensor = plan.outputs[key]
+            pieces = tensor.shape[0] if key in plan.stacked else -(-tensor.nbytes // PIECE_BYTES)
+            for number in range(pieces):
+                whole.update(outcome.digests[key, number])
+        digests[shard.file] = f"xxh3-128:{whole.hexdigest()}"
+    return digests

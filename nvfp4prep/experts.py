@@ -17,7 +17,7 @@ from nvfp4prep.scales import Rescale, RescaleCounts
 from nvfp4prep.schema import GROUP_SIZE, GateUpOrder, Linear, MoeLayer
 
 Read = Callable[[str, int | None], Tensor]
-"""(tensor name, expert index of a fused tensor or None) -> its stored values; U8 for packed weights and E4M3."""
+"""(tensor name, expert index of a fused tensor or None) -> its stored values; U8 for FP4 pairs and E4M3 codes."""
 
 
 @dataclass(frozen=True, slots=True)

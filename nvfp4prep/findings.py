@@ -29,11 +29,16 @@ class Finding:
         if self.experts:
             place.append(f"expert{'s' if len(self.experts) > 1 else ''} {ranges(self.experts)}")
         place += [part for part in (self.tensor, self.file) if part]
-        return f"{self.severity} [{self.rule}] {', '.join(place) + ': ' if place else ''}{self.message}"
+        return printable(f"{self.severity} [{self.rule}] {', '.join(place) + ': ' if place else ''}{self.message}")
 
     def to_json(self) -> dict[str, Any]:
         """The finding as JSON, without empty places."""
         return {key: value for key, value in asdict(self).items() if value not in (None, ())}
+
+
+def printable(text: str) -> str:
+    """Text with control characters escaped: names come from files, and must not steer a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -76,18 +76,18 @@ def header_length(first_8_bytes: bytes, file_bytes: int) -> int:
     """The JSON's length n from the file's first 8 bytes. Raises HeaderError when the file can't hold it."""
     if len(first_8_bytes) < 8:
         raise HeaderError(f"the file has {file_bytes} bytes; a safetensors file has at least 8")
-    if first_8_bytes.lstrip()[:1] == b"<":
-        raise HeaderError("the file starts like an HTML page, not like safetensors; download it again")
-    if first_8_bytes.startswith(b"version "):
-        raise HeaderError("the file is a Git LFS pointer, not the weights; run `git lfs pull`")
     (length,) = struct.unpack("<Q", first_8_bytes)
     if length == 0:
         raise HeaderError("the header length is 0; the download was probably cut off or preallocated; fetch it again")
+    if length <= MAX_HEADER_BYTES and 8 + length <= file_bytes:
+        return int(length)
+    if first_8_bytes.lstrip()[:1] == b"<":
+        raise HeaderError("the file starts like an HTML page, not like safetensors; download it again")
+    if first_8_bytes == b"version ":
+        raise HeaderError("the file is a Git LFS pointer, not the weights; run `git lfs pull`")
     if length > MAX_HEADER_BYTES:
         raise HeaderError(f"the header claims {length} bytes, over the format's limit of {MAX_HEADER_BYTES}")
-    if 8 + length > file_bytes:
-        raise HeaderError(f"the header claims {length} bytes but the file ends after {file_bytes}; fetch it again")
-    return int(length)
+    raise HeaderError(f"the header claims {length} bytes but the file ends after {file_bytes}; fetch it again")
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -138,9 +138,14 @@ def parse_header(raw: bytes, file: str, file_bytes: int) -> tuple[list[TensorInf
         raise HeaderError(f"the header is not JSON: {error}") from None
     if not isinstance(table, dict):
         raise HeaderError("the header is not a JSON object")
-    metadata = table.pop("__metadata__", None) or {}
+    metadata = table.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise HeaderError("__metadata__ must map strings to strings")
+    try:
+        "".join([*table, *metadata, *metadata.values()]).encode("utf-8")
+    except UnicodeEncodeError:
+        raise HeaderError("a name holds half a surrogate pair, which is no text") from None
     base = 8 + len(raw)
     tensors = [_parse_tensor(name, entry, file, base) for name, entry in table.items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))

@@ -264,7 +264,7 @@ def _outlook(facts: Facts) -> Outlook:
 def _converted(facts: Facts, plan: Plan, resolution: Resolution, quant: qc.QuantConfig) -> Facts:
     """The facts of the output, without writing it."""
     checkpoint = facts.checkpoint
-    config = qc.rewritten_config(checkpoint.config, quant)
+    config = qc.rewritten_config(checkpoint.config, qc.quantization_config(quant))
     nested = qc.hf_quant_config(quant)
     schema = build_schema(plan.outputs, config)
     read, findings = qc.read_quant_config(config, nested)

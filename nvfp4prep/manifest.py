@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvfp4prep import __version__
 from nvfp4prep.errors import InputRefused
@@ -14,6 +14,9 @@ from nvfp4prep.findings import Finding
 from nvfp4prep.scales import GlobalScaleReport, InputScaleReport, RescaleCounts, ScalePolicy
 from nvfp4prep.schema import Schema
 from nvfp4prep.source import Source, read_json
+
+if TYPE_CHECKING:
+    from nvfp4prep.targets import Target
 
 MANIFEST = "nvfp4prep.json"
 FORMAT_VERSION = 1
@@ -112,8 +115,9 @@ def global_scale_entry(report: GlobalScaleReport, rescaled: Mapping[str, Rescale
 
 
 def total_counts(report: GlobalScaleReport, rescaled: Mapping[str, RescaleCounts]) -> RescaleCounts:
-    """The sum over a report's block-scale tensors."""
-    return sum((rescaled[name] for name in report.tensors if name in rescaled), RescaleCounts())
+    """The sum over a report's block-scale tensors (`hf`), or of its MoE layer (packed)."""
+    names = (*report.tensors, report.where)
+    return sum((rescaled[name] for name in names if name in rescaled), RescaleCounts())
 
 
 def counts_entry(counts: RescaleCounts) -> dict[str, Any]:
@@ -149,6 +153,21 @@ def options_entry(target: str, policy: ScalePolicy, max_shard_bytes: int) -> dic
     }
 
 
+def packed_config(target: Target) -> dict[str, Any]:
+    """The quantization_config of a packed output: a method that stock engines refuse, and what it is packed for."""
+    from nvfp4prep.layouts.logical import ENGINE_VERSIONS
+
+    return {
+        "quant_method": "nvfp4prep",
+        "layout": target.layout_id,
+        "engine": target.engine,
+        "engine_version": ENGINE_VERSIONS[target.engine],
+        "tp": target.tp,
+        "ep": target.ep,
+        "activation_dtype": target.activation_dtype,
+    }
+
+
 def build_manifest(
     previous: Mapping[str, Any] | None,
     source: Mapping[str, Any],
@@ -161,10 +180,11 @@ def build_manifest(
     return {
         "format": FORMAT_VERSION,
         "source": previous["source"] if previous else dict(source),
-        "target": "hf",
+        "target": run["options"]["target"],
         "geometry": dict(facts),
         "outputs": dict(outputs),
-        "digest": "XXH3-128 over the digests of the header and of each tensor's 64 MiB pieces, in file order",
+        "digest": "XXH3-128 over the digests of the header and of each tensor's 64 MiB pieces (packed: of each expert), "
+        "in file order",
         "runs": [*runs, {"nvfp4prep": __version__, **run}],
     }
 

@@ -9,8 +9,17 @@ from dataclasses import dataclass, field
 from nvfp4prep.dialects import natural_key
 from nvfp4prep.header import DTYPE_BITS, HeaderError, TensorInfo, build_header, tensor_bytes
 from nvfp4prep.scales import ScalePolicy, output_shape
-from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, Schema
+from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema
 from nvfp4prep.source import refuse
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One TP and EP rank."""
+
+    tp: int
+    ep: int
+
 
 PIECE_BYTES = 1 << 26
 """Tensors are copied, and hashed, in pieces of at most 64 MiB."""
@@ -18,28 +27,61 @@ PIECE_BYTES = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Bytes `start`..`start + length` of the source tensor, unchanged, to the same place of `name`'s output."""
+    """Bytes `start`..`start + length` of the source tensor, unchanged, to the same place of each output in `keys`."""
 
     tensor: TensorInfo
     start: int
     length: int
+    keys: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """F32 values of scale tensor `name`, from the resolution."""
+    """F32 values of scale tensor `name`, from the job's resolution, to output `key`."""
 
     name: str
+    key: str
+    job: int
 
 
 @dataclass(frozen=True, slots=True)
 class RescaleBlocks:
-    """E4M3 block scales, through the resolution's rescale for this tensor; unchanged when it has none."""
+    """E4M3 block scales, through the resolution's rescale for this tensor, to output `key`."""
 
     tensor: TensorInfo
+    key: str
+    job: int
 
 
-Step = Copy | Fill | RescaleBlocks
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """One expert through the job's layout, for every TP rank, into the stacked tensors of its EP rank."""
+
+    moe: MoeLayer
+    expert: int
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The small tensors of one MoE layer and rank: the engine's parameters and the kernel's scalars."""
+
+    moe: MoeLayer
+    rank: Rank
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unpack:
+    """One expert back from the packed tensors of every TP rank to the checkpoint's own tensors."""
+
+    moe: MoeLayer
+    expert: int
+    job: int
+
+
+Step = Copy | Fill | RescaleBlocks | Pack | Parameters | Unpack
+"""`job` is the index of the target that a step works for (a run may write several)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +90,6 @@ class Item:
 
     label: str
     steps: tuple[Step, ...]
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +106,15 @@ class Shard:
 class Plan:
     """Everything that will be written except the configs and side files.
 
-    `outputs` maps each output tensor to its TensorInfo (file and absolute offsets in the output); `imputed` are names
-    that the source does not have.
+    `outputs` maps each output's key, its folder and name, to its TensorInfo (file and absolute offsets in the output).
+    `stacked` are keys that are written, and hashed, expert by expert. `imputed` are names that the source does not have.
     """
 
     shards: tuple[Shard, ...]
     outputs: Mapping[str, TensorInfo]
     items: tuple[Item, ...]
-    imputed: tuple[str, ...]
+    imputed: tuple[str, ...] = ()
+    stacked: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +127,15 @@ class Plan:
         return sum(shard.nbytes - len(shard.header) for shard in self.shards)
 
 
+Spec = tuple[str, tuple[int, ...]]
+"""dtype and shape of an output tensor."""
+
+
+def key_of(folder: str, name: str) -> str:
+    """An output's key: unique over all folders of a run."""
+    return f"{folder}/{name}" if folder else name
+
+
 def make_plan(
     tensors: Mapping[str, TensorInfo],
     metadata: Mapping[str, str],
@@ -92,6 +143,8 @@ def make_plan(
     policy: ScalePolicy,
     weight_only: frozenset[str],
     max_shard_bytes: int,
+    folder: str = "",
+    job: int = 0,
 ) -> Plan:
     """The plan for target `hf`: the source's names and formats, scales F32 and canonical.
 
@@ -101,31 +154,69 @@ def make_plan(
         policy: how scales are resolved, which decides their shapes.
         weight_only: modules that need no input_scale, so that none is imputed for them.
         max_shard_bytes: bytes of tensors per file, exceeded only by a single larger tensor.
+        folder: where the files lie, relative to the output.
+        job: index of this target in the run.
     """
-    steps: dict[str, Step | None] = dict.fromkeys(tensors)
-    specs = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    owner: dict[str, str] = {}
+    specs, steps, imputed = logical_steps(tensors, schema, policy, weight_only, frozenset(), folder, job)
+    shards = place(sorted(specs, key=natural_key), specs, metadata, max_shard_bytes, folder)
+    return Plan(shards, outputs_of(shards, folder), gather(steps), tuple(imputed))
+
+
+def logical_steps(
+    tensors: Mapping[str, TensorInfo],
+    schema: Schema,
+    policy: ScalePolicy,
+    weight_only: frozenset[str],
+    skip: frozenset[str],
+    folder: str,
+    job: int,
+) -> tuple[dict[str, Spec], list[tuple[str, Step]], list[str]]:
+    """Specs of all tensors in the checkpoint's own form, labelled steps, and imputed names; `skip` names modules left out."""
+    specs: dict[str, Spec] = {}
+    steps: list[tuple[str, Step]] = []
     imputed: list[str] = []
     rescalable = _rescalable(schema, policy)
-    for linear in schema.of_format(Format.NVFP4):
+    done: set[str] = set()
+    for linear in schema.linears.values():
+        if linear.format is not Format.NVFP4 and linear.module not in skip:
+            continue
+        done.update(tensor.name for tensor in linear.params.values())
+        if linear.module in skip:
+            continue
         path, expert = schema.expert_of.get(linear.module, (None, None))
         label = linear.module if path is None else f"{path} expert {expert}"
         for param, tensor in linear.params.items():
-            owner[tensor.name] = label
+            if param in SCALAR_PARAMS:
+                continue
+            specs[tensor.name] = (tensor.dtype, tensor.shape)
             if param == "weight_scale" and linear.module in rescalable:
-                steps[tensor.name] = RescaleBlocks(tensor)
+                steps.append((label, RescaleBlocks(tensor, key_of(folder, tensor.name), job)))
+            else:
+                steps += copies(tensor, label, folder)
         for param in SCALAR_PARAMS:
             name = linear.tensor_name(param)
             if param not in linear.params:
                 if linear.module in weight_only or policy.impute == "none":
                     continue
                 imputed.append(name)
-                owner[name] = label
-            steps[name] = Fill(name)
             specs[name] = ("F32", output_shape(linear, param, policy))
-    shards = _shards(specs, metadata, max_shard_bytes)
-    outputs = {tensor.name: tensor for shard in shards for tensor in _placed(shard)}
-    return Plan(shards, outputs, _items(outputs, tensors, steps, owner), tuple(imputed))
+            steps.append((label, Fill(name, key_of(folder, name), job)))
+    for name, tensor in tensors.items():
+        if name not in done:
+            specs[name] = (tensor.dtype, tensor.shape)
+            steps += copies(tensor, name, folder)
+    return specs, steps, imputed
+
+
+def copies(tensor: TensorInfo, label: str, folder: str) -> list[tuple[str, Step]]:
+    """A verbatim copy; one larger than a piece is cut into pieces, each an item of its own."""
+    keys = (key_of(folder, tensor.name),)
+    if tensor.nbytes <= PIECE_BYTES:
+        return [(label, Copy(tensor, 0, tensor.nbytes, keys))] if tensor.nbytes else []
+    return [
+        (f"{tensor.name} piece {at // PIECE_BYTES}", Copy(tensor, at, min(PIECE_BYTES, tensor.nbytes - at), keys))
+        for at in range(0, tensor.nbytes, PIECE_BYTES)
+    ]
 
 
 def _rescalable(schema: Schema, policy: ScalePolicy) -> frozenset[str]:
@@ -142,14 +233,14 @@ def _rescalable(schema: Schema, policy: ScalePolicy) -> frozenset[str]:
     return frozenset(member.module for member in members)
 
 
-def _shards(
-    specs: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str], limit: int
+def place(
+    ordered: Sequence[str], specs: Mapping[str, Spec], metadata: Mapping[str, str], limit: int, folder: str
 ) -> tuple[Shard, ...]:
-    """Fill files in natural order of names; inside a file larger dtypes come first, so that all tensors are aligned."""
+    """Fill files in the order given; inside a file larger dtypes come first, so that all tensors are aligned."""
     files: list[list[str]] = [[]]
     held = 0
     sizes = {name: tensor_bytes(dtype, shape) for name, (dtype, shape) in specs.items()}
-    for name in sorted(specs, key=natural_key):
+    for name in ordered:
         if files[-1] and held + sizes[name] > limit:
             files.append([])
             held = 0
@@ -157,9 +248,10 @@ def _shards(
         held += sizes[name]
     shards = []
     for number, names in enumerate(files, 1):
-        names.sort(key=lambda name: -DTYPE_BITS[specs[name][0]])  # stable: natural order within a dtype size
-        file = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+        names.sort(key=lambda name: -DTYPE_BITS[specs[name][0]])  # stable: the order given within a dtype size
+        base = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
         tensors = tuple((name, *specs[name]) for name in names)
+        file = key_of(folder, base)
         try:
             header = build_header(tensors, metadata)
         except HeaderError as error:
@@ -168,47 +260,42 @@ def _shards(
     return tuple(shards)
 
 
-def _placed(shard: Shard) -> Iterable[TensorInfo]:
-    position = len(shard.header)
-    for name, dtype, shape in shard.tensors:
-        end = position + tensor_bytes(dtype, shape)
-        yield TensorInfo(name, dtype, shape, shard.file, position, end)
-        position = end
+def outputs_of(shards: Iterable[Shard], folder: str) -> dict[str, TensorInfo]:
+    """Every tensor of the shards by key, with its absolute place."""
+    outputs = {}
+    for shard in shards:
+        position = len(shard.header)
+        for name, dtype, shape in shard.tensors:
+            end = position + tensor_bytes(dtype, shape)
+            outputs[key_of(folder, name)] = TensorInfo(name, dtype, shape, shard.file, position, end)
+            position = end
+    return outputs
 
 
-def _items(
-    outputs: Mapping[str, TensorInfo],
-    tensors: Mapping[str, TensorInfo],
-    steps: Mapping[str, Step | None],
-    owner: Mapping[str, str],
-) -> tuple[Item, ...]:
-    """One item per expert or linear, in natural order; large plain copies are cut into pieces of their own."""
+def gather(steps: Iterable[tuple[str, Step]]) -> tuple[Item, ...]:
+    """Items from labelled steps, in the order in which labels first appear; copies of the same bytes become one."""
     gathered: dict[str, list[Step]] = defaultdict(list)
-    for name in outputs:
-        step = steps[name]
-        if step is not None:
-            gathered[owner[name]].append(step)
-            continue
-        tensor = tensors[name]
-        pieces = [Copy(tensor, at, min(PIECE_BYTES, tensor.nbytes - at)) for at in range(0, tensor.nbytes, PIECE_BYTES)]
-        if len(pieces) > 1:
-            for number, piece in enumerate(pieces, 1):
-                gathered[f"{name} piece {number}"].append(piece)
-        else:
-            gathered[owner.get(name, name)] += pieces
-    return tuple(Item(label, tuple(parts), sum(map(_step_bytes, parts))) for label, parts in gathered.items() if parts)
+    for label, step in steps:
+        parts = gathered[label]
+        if isinstance(step, Copy):
+            twin = next(
+                (p for p in parts if isinstance(p, Copy) and (p.tensor, p.start) == (step.tensor, step.start)), None
+            )
+            if twin is not None:
+                parts[parts.index(twin)] = Copy(step.tensor, step.start, step.length, twin.keys + step.keys)
+                continue
+        parts.append(step)
+    return tuple(Item(label, tuple(parts)) for label, parts in gathered.items())
 
 
-def _step_bytes(step: Step) -> int:
-    match step:
-        case Copy():
-            return step.length
-        case RescaleBlocks():
-            return step.tensor.nbytes
-        case Fill():
-            return 0
-
-
-def largest_item(items: Sequence[Item]) -> int:
-    """Bytes of the largest item."""
-    return max((item.nbytes for item in items), default=0)
+def merge(plans: Sequence[Plan]) -> Plan:
+    """One plan for several targets: each source tensor's item serves them all."""
+    if len(plans) == 1:
+        return plans[0]
+    return Plan(
+        tuple(shard for plan in plans for shard in plan.shards),
+        {key: tensor for plan in plans for key, tensor in plan.outputs.items()},
+        gather((item.label, step) for plan in plans for item in plan.items for step in item.steps),
+        tuple(name for plan in plans for name in plan.imputed),
+        frozenset(key for plan in plans for key in plan.stacked),
+    )

@@ -10,11 +10,13 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from nvfp4prep.dialects import natural_key
+from nvfp4prep.engine_excludes import SomeShards, engine_modules, matcher
 from nvfp4prep.findings import Finding
 from nvfp4prep.schema import GROUP_SIZE, Format, Schema
 
@@ -165,7 +167,8 @@ def _read_flat(section: Mapping[str, Any], findings: list[Finding]) -> QuantConf
     scheme = section.get("kv_cache_scheme")
     kv_cache = section.get("kv_cache_quant_algo")
     if isinstance(scheme, Mapping):
-        kv_cache = {8: "FP8", 4: "NVFP4"}.get(scheme.get("num_bits", 0)) if scheme.get("type") == "float" else None
+        bits = scheme.get("num_bits") if scheme.get("type") == "float" else None
+        kv_cache = "FP8" if bits == 8 else "NVFP4" if bits == 4 else None
     elif isinstance(scheme, str):
         kv_cache = scheme
     return QuantConfig(
@@ -436,7 +439,7 @@ def rewrite_exclude(schema: Schema, exclude: Sequence[str], tied: bool) -> Exclu
                 CONFIG,
             )
         )
-    findings += overmatches(names, quantized)
+    findings += overmatches(schema, names)
     return ExcludeReport(names, tuple(corrupted), tuple(unmatched), tuple(contradicted), added, tuple(findings))
 
 
@@ -464,38 +467,26 @@ def _matcher(modules: Iterable[str]) -> Any:
     return match
 
 
-def overmatches(names: Sequence[str], quantized: Sequence[str]) -> list[Finding]:
-    """Where an engine takes an explicit name for more than it says.
+def overmatches(schema: Schema, names: Sequence[str]) -> list[Finding]:
+    """Where an engine takes an explicit name for more than it says: it leaves a quantised module unquantised.
 
-    vLLM 0.33 tests `entry in prefix`, so a router `mlp.gate` also hits `mlp.gate_proj` and the fused `mlp.gate_up_proj`
-    of the same layer. SGLang 0.5.23 compares the last part alone for MLA's projections, over all layers.
+    vLLM 0.33 tests `entry in prefix`, so a router `mlp.gate` also hits the fused `mlp.gate_up_proj` of the same layer.
+    SGLang 0.5.23 compares the last part alone for MLA's projections, over all layers.
     """
     findings = []
-    ordered = sorted(quantized)
-    for name in names:
-        position = bisect_left(ordered, name)
-        hit = ordered[position] if position < len(ordered) else ""
-        if hit.startswith(name) and hit != name and hit[len(name)] != ".":
-            findings.append(
-                Finding(
-                    "exclude-substring",
-                    "warning",
-                    f"vLLM also takes the excluded {name!r} for {hit!r}, which is quantised",
-                    CONFIG,
-                )
+    modules = [module for module in engine_modules(schema) if module.quantized]
+    for engine, label, rule in (("vllm", "vLLM", "exclude-substring"), ("sglang", "SGLang", "exclude-tail")):
+        matches = matcher(engine, names)  # type: ignore[arg-type]
+        hit = []
+        for module in modules:
+            with suppress(SomeShards):
+                if matches(module):
+                    hit.append(module.names[engine])  # type: ignore[index]
+        if hit:
+            message = (
+                f"{label} takes an entry of the exclude list for {hit[0]!r} too, which is quantised ({len(hit)} in all)"
             )
-    tails = {module.rpartition(".")[2] for module in quantized}
-    for tail in ("q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"):
-        excluded = [name for name in names if name.rpartition(".")[2] == tail]
-        if excluded and tail in tails:
-            findings.append(
-                Finding(
-                    "exclude-tail",
-                    "warning",
-                    f"SGLang takes the excluded {excluded[0]!r} for {tail} of every layer, quantised ones too",
-                    CONFIG,
-                )
-            )
+            findings.append(Finding(rule, "warning", message, CONFIG))
     return findings
 
 
@@ -513,14 +504,16 @@ def rewrite(schema: Schema, config: QuantConfig, exclude: ExcludeReport) -> Quan
 def _rewrite_layers(schema: Schema, config: QuantConfig) -> dict[str, dict[str, Any]]:
     """quantized_layers with each quantised linear, and each MoE container, which vLLM looks up first."""
     containers = _containers(schema)
+    weight_only = weight_only_modules(schema, config)
     old = config.layers or {}
     layers: dict[str, dict[str, Any]] = {}
     for linear in schema.linears.values():
         container = containers.get(linear.module)
         if linear.format is Format.NVFP4:
             declared = algo_of(linear.module, config, container)
-            bare = declared if declared in NVFP4_ALGOS else (W4A4 if "input_scale" in linear.params else W4A16)
-            entry: dict[str, Any] = {"quant_algo": bare, "group_size": GROUP_SIZE}
+            if declared not in NVFP4_ALGOS or linear.module in weight_only:
+                declared = W4A16 if linear.module in weight_only else W4A4
+            entry: dict[str, Any] = {"quant_algo": declared, "group_size": GROUP_SIZE}
         elif linear.format is Format.FP8:
             entry = dict(old.get(linear.module) or {"quant_algo": "FP8"})
         elif linear.module in old:
@@ -595,14 +588,14 @@ def hf_quant_config(config: QuantConfig) -> dict[str, Any]:
     return {**producer, "quantization": section}
 
 
-def rewritten_config(config: Mapping[str, Any], quant: QuantConfig) -> dict[str, Any]:
-    """config.json with its quantization_config written anew, where it stood (top level, or text_config)."""
+def rewritten_config(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with `section` as its quantization_config, where it stood (top level, or text_config)."""
     written = dict(config)
     text = config.get("text_config")
     if "quantization_config" not in config and isinstance(text, Mapping) and "quantization_config" in text:
-        written["text_config"] = {**text, "quantization_config": quantization_config(quant)}
+        written["text_config"] = {**text, "quantization_config": dict(section)}
     else:
-        written["quantization_config"] = quantization_config(quant)
+        written["quantization_config"] = dict(section)
         if isinstance(text, Mapping) and "quantization_config" in text:
             written["text_config"] = {key: value for key, value in text.items() if key != "quantization_config"}
     return written

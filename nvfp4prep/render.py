@@ -114,7 +114,7 @@ def result(prepared: Prepared, done: Result) -> RenderableType:
     lines: list[RenderableType] = []
     for report in prepared.resolution.global_scales:
         if report.unified:
-            counts = total_counts(report, done.rescaled)
+            counts = total_counts(report, done.rescaled())
             where = report.where if report.layer is None else f"layer {report.layer}: {report.where}"
             lines.append(
                 Text(f"{where}: {len(report.pairs)} of {report.total} weight_scale_2 unified, {rescale_text(counts)}")

@@ -432,7 +432,7 @@ def _fused_layer(
             Finding(
                 "projection-missing",
                 "error",
-                f"{path}: no usable {missing.pop()} projection beside it",
+                f"{path}: no usable {min(missing)} projection beside it",
                 tensor=name,
                 layer=layer,
             )
@@ -499,6 +499,8 @@ def _fusion_groups(
     return tuple(groups)
 
 
-def dialect_of(schema: Schema, moe: MoeLayer) -> Dialect | None:
+def dialect_of(moe: MoeLayer) -> Dialect:
     """The naming dialect of a MoE layer."""
-    return role_of(moe.w2[0].params["weight"].name).dialect
+    dialect = role_of(moe.w2[0].params["weight"].name).dialect
+    assert dialect is not None
+    return dialect

@@ -183,7 +183,7 @@ def _read_index(root: Path) -> dict[str, str]:
 
 def is_safe_name(name: str) -> bool:
     """Whether an untrusted file name stays inside its folder: relative, one component, no control characters."""
-    return PurePosixPath(name).name == name and name not in (".", "..") and "\\" not in name and name.isprintable()
+    return PurePosixPath(name).name == name and name not in ("", ".", "..") and "\\" not in name and name.isprintable()
 
 
 def _check_shards_exist(index: Mapping[str, str], shard_names: list[str]) -> None:

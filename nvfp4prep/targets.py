@@ -18,6 +18,7 @@ from nvfp4prep.layouts.logical import (
     LayoutError,
     plan_geometry,
 )
+from nvfp4prep.plan import Rank
 from nvfp4prep.scales import InputScalePolicy, W13ScalePolicy
 from nvfp4prep.schema import Format, MoeLayer, Schema
 
@@ -37,14 +38,6 @@ GPU_CAPABILITIES: Mapping[str, str] = {
 _OAI_ALPHA = 1.702  # gpt-oss: the reference implementation's constant, not in config.json
 _OAI_BETA = 1.0
 _OAI_LIMIT = 7.0
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """One TP and EP rank."""
-
-    tp: int
-    ep: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +176,16 @@ def w13_policy(target: Target, asked: str, activation: Activation) -> W13ScalePo
         )
         raise LayoutError(f"--w13-scale split: {target.layout} {why}; use unify or auto")
     return "split" if asked == "split" else "unify"
+
+
+def w13_policy_of(schema: Schema, config: Mapping[str, Any], target: Target, asked: str) -> W13ScalePolicy:
+    """The one policy for all layers: unify as soon as one layer needs it. `check_target` has passed."""
+    policies = {
+        w13_policy(target, asked, activation_of(config, moe.gated))
+        for moe in schema.moe_layers
+        if moe.format is Format.NVFP4
+    }
+    return "unify" if "unify" in policies else "split"
 
 
 def check_target(

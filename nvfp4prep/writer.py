@@ -17,17 +17,29 @@ from types import TracebackType
 from nvfp4prep.errors import EnvironmentFault, UsageFault
 from nvfp4prep.plan import Shard
 
+MARKER = ".nvfp4prep-partial"
+"""In OUT.partial until it is published, so that nothing else is ever taken for one of ours."""
 _CHUNK = 1 << 24
 
 
 def check_destination(out: Path, source_root: Path, *, overwrite: bool) -> None:
     """Refuse a destination that would touch the source or destroy what is not a checkpoint. Raises UsageFault."""
-    real, source = out.resolve(), source_root.resolve()
-    for place in (real, partial_path(real)):
+    out = destination(out)
+    if not out.name:
+        raise UsageFault(f"{out}: has no name of its own; choose another OUT")
+    source = source_root.resolve()
+    for place in (out.resolve(), partial_path(out), replaced_path(out)):
         if place == source or source in place.parents:
             raise UsageFault(f"{out}: is the source or lies inside it; choose another OUT")
         if place in source.parents:
             raise UsageFault(f"{out}: the source lies inside it; choose another OUT")
+    partial, replaced = partial_path(out), replaced_path(out)
+    if partial.exists() and not (partial / MARKER).exists():
+        raise UsageFault(f"{partial}: is in the way and was not left by nvfp4prep; move it, or choose another OUT")
+    if replaced.exists():
+        raise UsageFault(
+            f"{replaced}: is in the way, the former {out.name} of a run that was killed; rename or delete it"
+        )
     if not out.exists() and not out.is_symlink():
         return
     if out.is_symlink() or not out.is_dir():
@@ -38,6 +50,16 @@ def check_destination(out: Path, source_root: Path, *, overwrite: bool) -> None:
         raise UsageFault(f"{out}: holds no checkpoint, so --overwrite will not delete it; choose another OUT")
 
 
+def destination(out: Path) -> Path:
+    """OUT as an absolute path without `..` or links in its parents."""
+    return out.absolute() if out.is_symlink() else out.resolve()
+
+
+def replaced_path(out: Path) -> Path:
+    """Where an existing OUT waits while the new one takes its name."""
+    return out.with_name(out.name + ".replaced")
+
+
 def partial_path(out: Path) -> Path:
     """Where an unfinished OUT is built: beside it, so that the rename stays on one file system."""
     return out.with_name(out.name + ".partial")
@@ -45,7 +67,7 @@ def partial_path(out: Path) -> Path:
 
 def check_space(out: Path, needed: int) -> None:
     """Raise EnvironmentFault when the disk that will hold `out` has less than `needed` bytes free."""
-    folder = out.resolve().parent
+    folder = destination(out).parent
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
@@ -59,8 +81,8 @@ class PartialOutput:
     """An output being written. Leaving the context without `publish` deletes it."""
 
     def __init__(self, out: Path) -> None:
-        self.out = out
-        self.partial = partial_path(out)
+        self.out = destination(out)
+        self.partial = partial_path(self.out)
         self._descriptors: dict[str, int] = {}
         self._published = False
         self._lock = -1
@@ -72,6 +94,7 @@ class PartialOutput:
                 shutil.rmtree(self.partial)
             self.partial.mkdir(parents=True)
             self._lock = _locked(self.partial)
+            (self.partial / MARKER).touch()
         except OSError as error:
             raise fault(self.partial, "can't be made", error) from None
         return self
@@ -129,6 +152,17 @@ class PartialOutput:
             except OSError as error:
                 raise fault(self.partial / file, "can't be synced", error) from None
 
+    def _take_name(self) -> None:
+        replaced = replaced_path(self.out)
+        if self.out.exists():
+            self.out.rename(replaced)
+        try:
+            self.partial.rename(self.out)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(self.out)
+            raise
+
     def publish(self, small_files: Sequence[tuple[str, bytes]], *, overwrite: bool) -> None:
         """Write the small files in the order given, sync, and rename to the final name.
 
@@ -140,19 +174,15 @@ class PartialOutput:
                     writer.write(data)
                     writer.flush()
                     os.fsync(writer.fileno())
+            (self.partial / MARKER).unlink()
             _sync_folder(self.partial)
-            replaced = self.out.with_name(self.out.name + ".replaced")
-            if self.out.exists() and overwrite:
-                if replaced.exists():
-                    shutil.rmtree(replaced)
-                self.out.rename(replaced)
-            elif self.out.exists():
+            if self.out.exists() and not overwrite:
                 raise UsageFault(f"{self.out}: appeared during the run; nothing of it was touched")
-            self.partial.rename(self.out)
+            self._take_name()
             self._published = True
-            _sync_folder(self.out.resolve().parent)
-            if replaced.exists():
-                shutil.rmtree(replaced)
+            _sync_folder(self.out.parent)
+            if replaced_path(self.out).exists():
+                shutil.rmtree(replaced_path(self.out))
         except OSError as error:
             raise fault(self.out, "can't be finished", error) from None
 

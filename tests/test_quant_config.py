@@ -178,7 +178,7 @@ def test_lm_head(tied: bool, stored: str) -> None:
         ("model.layers.1.mlp.gate", "model.layers.1.mlp.gate_proj", True),
         ("model.layers.1.mlp.gate", "model.layers.1.mlp.gate_up_proj", True),
         ("model.layers.1.mlp.gate", "model.layers.11.mlp.gate_proj", False),
-        ("model.layers.1.mlp.gate", "model.layers.1.mlp.gate.inner", False),
+        ("model.layers.1.mlp.gate", "model.layers.1.mlp.gate.inner", True),
         ("model.layers.1.mlp.router", "model.layers.1.mlp.gate_proj", False),
         ("lm_head", "lm_head2", True),
     ],

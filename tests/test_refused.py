@@ -134,6 +134,10 @@ def scale_refusals() -> dict[str, Refusal]:
         )
         fused = "model.layers.1.mlp.experts.gate_up_proj_input_scale"
         found[f"fused-{kind}"] = Refusal(GPTOSS, whole, "input-scale-bad", fused, 1, (1,), f"1 of 8 input_scale {kind}")
+    for param, rule in (("input_scale", "input-scale-bad"), ("weight_scale_2", "global-scale-bad")):
+        halves = both(damage.reshape(8, 2, within=r".*gate_up_proj"), damage.put(0.0, rf".*0.*gate_up_proj_{param}"))
+        name = f"model.layers.0.feed_forward.experts.gate_up_proj_{param}"
+        found[f"fused-half-{param}"] = Refusal(LLAMA4, halves, rule, name, 0, (0,), "zero")
     for name, pattern, count, experts in (
         ("w13", rf"{MLP0}\.experts\.\d+\.(?:gate|up)_proj\.input_scale", 16, tuple(range(8))),
         ("w2", rf"{MLP0}\.experts\.\d+\.down_proj\.input_scale", 8, tuple(range(8))),
@@ -587,8 +591,8 @@ def test_out_is_replaced_when_asked(form: str, source: Path, tmp_path: Path, mon
 # --- failing disks ---------------------------------------------------------------------------------------------------
 
 
-def failing(code: int, after: int = 0) -> Callable[..., Any]:
-    """Replaces an os function: real for `after` calls, then OSError."""
+def failing(code: int, after: int = 0, times: int = 1_000_000) -> Callable[..., Any]:
+    """Replaces an os function: real for `after` calls, then OSError for `times` calls."""
 
     def wrap(real: Callable[..., Any]) -> Callable[..., Any]:
         calls = 0
@@ -596,7 +600,7 @@ def failing(code: int, after: int = 0) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
             nonlocal calls
             calls += 1
-            if calls > after:
+            if after < calls <= after + times:
                 raise OSError(code, os.strerror(code))
             return real(*arguments, **keywords)
 
@@ -634,7 +638,7 @@ def test_failing_disk_leaves_nothing(name: str, source: Path, tmp_path: Path, mo
 def test_failing_disk_keeps_the_output_to_be_replaced(
     name: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    function, wrap, _ = FAULTS.get(name) or ("rename", failing(errno.EIO, 1), "")
+    function, wrap, _ = FAULTS.get(name) or ("rename", failing(errno.EIO, 1, 1), "")
     out = tmp_path / "out"
     assert run("convert", source, out, "-q").code == 0
     (out / "mark.txt").write_text("the old one")

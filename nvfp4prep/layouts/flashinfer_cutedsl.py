@@ -1,7 +1,7 @@
 """flashinfer-cutedsl: FlashInfer's `CuteDslMoEWrapper` on SM100 and SM103.
 
-Rows: up first, then gate; each half padded on its own to a multiple of 64 (not gated: 128); chunks of 64 rows of the two
-halves in turn (ILV64) for weights and scales; scales then through the 128x4 swizzle.
+Rows: up first, then gate; each half padded on its own to a multiple of 64 (not gated: 128); chunks of 64 rows of the
+two halves in turn (ILV64) for weights and scales; scales then through the 128x4 swizzle.
 
     w13_weight         U8    [2I', H'/2]    chunk c of 64 rows <- chunk c//2 of the half c%2 (0 up, 1 gate)
     w13_weight_scale   E4M3  [2I', H'/16]   same rows, then swizzled
@@ -9,8 +9,8 @@ halves in turn (ILV64) for weights and scales; scales then through the 128x4 swi
     w2_weight_scale    E4M3  [up(H',128), I'/16]    swizzled
 
 The kernel takes the scales as a strided view (32, 4, mt, 4, kt, E) of the same bytes; `kernel_args` makes it.
-Sources: vLLM 0.33 `prepare_nvfp4_moe_layer_for_flashinfer_cutedsl` (pads H to 256); SGLang 0.5.23 (no padding of H, no clamp:
-swiglu-oai is silently ignored there, so it is refused here); FlashInfer 0.7.2 `convert_sf_to_mma_layout`.
+Sources: vLLM 0.33 `prepare_nvfp4_moe_layer_for_flashinfer_cutedsl` (pads H to 256); SGLang 0.5.23 (no padding of H, no
+clamp: swiglu-oai is silently ignored there, so it is refused here); FlashInfer 0.7.2 `convert_sf_to_mma_layout`.
 """
 
 from __future__ import annotations
@@ -80,18 +80,22 @@ def unpack(packed: Mapping[str, Tensor], geometry: Geometry, facts: LayerFacts) 
     return crop_expert(Expert(*split(w13, geometry.gated, "up"), down), geometry)
 
 
+def tensor_names(engine: Engine) -> dict[str, str]:
+    """The engine's parameter of each tensor of `shapes`."""
+    return swizzled.tensor_names(engine)
+
+
 def scalars(scales: Scales, activation: Activation, facts: LayerFacts) -> dict[str, Tensor]:
     """The kernel's F32 [E] scalars: see `swizzled.one_alpha`."""
     return swizzled.one_alpha(scales, activation)
 
 
-def parameters(engine: Engine, scales: Scales, scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def parameters(scales: Scales, scalars: Mapping[str, Tensor], facts: LayerFacts) -> dict[str, Tensor]:
     """The engine's small parameters, by its names; both engines multiply raw scales at start-up."""
     raw = swizzled.raw_parameters(scales)
-    if engine == "vllm":
+    if facts.engine == "vllm":
         return raw
-    gate = scales.up if scales.gate is None else scales.gate
-    raw["w13_weight_scale_2"] = scales.up if scales.gate is None else torch.stack([gate, scales.up], 1)
+    raw["w13_weight_scale_2"] = scales.up if scales.gate is None else torch.stack([scales.gate, scales.up], 1)
     names = ("g1_alphas", "g2_alphas", "w13_input_scale_quant", "w2_input_scale_quant")
     del raw["w13_input_scale"], raw["w2_input_scale"]
     return raw | {name: scalars[name] for name in names}
@@ -106,7 +110,10 @@ def mma_view(scale: Tensor) -> Tensor:
 def kernel_args(
     packed: Mapping[str, Tensor], scalars: Mapping[str, Tensor], activations: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Keyword arguments of `CuteDslMoEWrapper.run`, stacked over a rank's experts; `activations` (x, x_sf, routing) passes."""
+    """Keyword arguments of `CuteDslMoEWrapper.run`, stacked over a rank's experts; `activations` (x, x_sf, …) passes.
+
+    swiglu_alpha, swiglu_beta and swiglu_limit are arguments of the wrapper's constructor.
+    """
     return {
         **activations,
         "w1_weight": packed["w13_weight"],

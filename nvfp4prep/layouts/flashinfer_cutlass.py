@@ -10,9 +10,9 @@ block scales go through the 128x4 swizzle, whose row tiles run over both halves.
     fc1_expert_biases  F32   [2I']  up first, in real units (the kernel adds them after the alphas)
     fc2_expert_biases  F32   [H]
 
-Sources: vLLM 0.33 `prepare_nvfp4_moe_layer_for_fi_or_cutlass`; SGLang 0.5.23 `ModelOptNvFp4FusedMoEMethod`; FlashInfer 0.7.2
-`cutlass_fused_moe`. vLLM and SGLang themselves refuse a gated I that is no multiple of 64; padding each half is this
-project's.
+Sources: vLLM 0.33 `prepare_nvfp4_moe_layer_for_fi_or_cutlass`; SGLang 0.5.23 `ModelOptNvFp4FusedMoEMethod`; FlashInfer
+0.7.2 `cutlass_fused_moe`. vLLM and SGLang themselves refuse a gated I that is no multiple of 64; padding each half is
+this project's.
 """
 
 from __future__ import annotations
@@ -88,14 +88,20 @@ def unpack(packed: Mapping[str, Tensor], geometry: Geometry, facts: LayerFacts) 
     )
 
 
+def tensor_names(engine: Engine) -> dict[str, str]:
+    """The engine's parameter of each tensor of `shapes`; neither has one for biases, which keep the kernel's names."""
+    names = swizzled.tensor_names(engine)
+    return names | {name: name for name in ("fc1_expert_biases", "fc2_expert_biases")}
+
+
 def scalars(scales: Scales, activation: Activation, facts: LayerFacts) -> dict[str, Tensor]:
     """The kernel's F32 [E] scalars: see `swizzled.one_alpha`."""
     return swizzled.one_alpha(scales, activation)
 
 
-def parameters(engine: Engine, scales: Scales, scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def parameters(scales: Scales, scalars: Mapping[str, Tensor], facts: LayerFacts) -> dict[str, Tensor]:
     """The engine's small parameters, by its names."""
-    if engine == "vllm":
+    if facts.engine == "vllm":
         return swizzled.raw_parameters(scales)
     one = {name: scalars[name][0] for name in ("w13_input_scale_quant", "w2_input_scale_quant")}
     return {"g1_alphas": scalars["g1_alphas"], "g2_alphas": scalars["g2_alphas"], **one}
@@ -106,8 +112,8 @@ def kernel_args(
 ) -> dict[str, Any]:
     """Keyword arguments of `cutlass_fused_moe`, stacked over a rank's experts.
 
-    Weights are viewed as I64 (16 FP4 values), block scales as I32 (4 codes). `activations` holds input, input_sf, output_dtype
-    and routing, passed through; biases take the output's dtype there.
+    Weights are viewed as I64 (16 FP4 values), block scales as I32 (4 codes). `activations` holds input, input_sf,
+    output_dtype and routing, passed through; biases take the output's dtype there.
     """
     biases = {
         name: packed[name].to(activations["output_dtype"])

@@ -18,7 +18,7 @@ g1_scale_c.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from nvfp4prep.layouts.logical import (
     crop_expert,
     join,
     join_bias,
+    one_w13_scale,
     pad_expert,
     split,
     split_bias,
@@ -86,7 +87,7 @@ def _orders(geometry: Geometry) -> tuple[Tensor, Tensor]:
 
 def pack(expert: Expert, geometry: Geometry, facts: LayerFacts) -> dict[str, Tensor]:
     """One expert's tensors, named and shaped as in `shapes`; E4M3 as U8 codes."""
-    padded = pad_expert(_scale_biases(expert, 1 / facts.g1_alpha, 1 / facts.g1_alpha_up, 1 / facts.g2_alpha), geometry)
+    padded = pad_expert(_map_biases(expert, _divide, facts), geometry)
     w13_order, w2_order = _orders(geometry)
     w13 = join(padded, "up")
     packed = {
@@ -102,7 +103,7 @@ def pack(expert: Expert, geometry: Geometry, facts: LayerFacts) -> dict[str, Ten
 
 
 def unpack(packed: Mapping[str, Tensor], geometry: Geometry, facts: LayerFacts) -> Expert:
-    """The inverse of pack."""
+    """The inverse of pack; biases come back exactly if they were BF16 or F16, else within one step of F32."""
     w13_order, w2_order = _orders(geometry)
     w13 = Matrix(
         put_rows(packed["w13_weight"], w13_order),
@@ -118,23 +119,45 @@ def unpack(packed: Mapping[str, Tensor], geometry: Geometry, facts: LayerFacts) 
     gate_bias, up_bias = split_bias(put_rows(packed["gemm1_bias"], w13_order), geometry.gated, "up")
     down_bias = put_rows(packed["gemm2_bias"], w2_order)
     expert = Expert(gate, up, down, gate_bias, up_bias, down_bias)
-    return crop_expert(_scale_biases(expert, facts.g1_alpha, facts.g1_alpha_up, facts.g2_alpha), geometry)
+    return crop_expert(_map_biases(expert, _undo_divide, facts), geometry)
 
 
-def _scale_biases(expert: Expert, gate: float, up: float, down: float) -> Expert:
+def _map_biases(expert: Expert, function: Callable[[Tensor, float], Tensor], facts: LayerFacts) -> Expert:
     if expert.down_bias is None or expert.up_bias is None:
         return expert
-    gate_bias = None if expert.gate_bias is None else expert.gate_bias * gate
-    return replace(expert, gate_bias=gate_bias, up_bias=expert.up_bias * up, down_bias=expert.down_bias * down)
+    return replace(
+        expert,
+        gate_bias=None if expert.gate_bias is None else function(expert.gate_bias, facts.g1_alpha),
+        up_bias=function(expert.up_bias, facts.g1_alpha_up),
+        down_bias=function(expert.down_bias, facts.g2_alpha),
+    )
+
+
+def _divide(bias: Tensor, alpha: float) -> Tensor:
+    return bias / torch.tensor(alpha, dtype=torch.float32)
+
+
+def _undo_divide(divided: Tensor, alpha: float) -> Tensor:
+    """A bias whose quotient is `divided`: the one of 12 significant bits (BF16 and F16 have fewer) if there is one."""
+    product = (divided.to(torch.float64) * alpha).to(torch.float32)
+    short = (product.view(torch.int32) + 0x800 & ~0xFFF).view(torch.float32)
+    return torch.where(_divide(short, alpha) == divided, short, product)
+
+
+def tensor_names(engine: Engine) -> dict[str, str]:
+    """The engine's parameter of each tensor of `shapes`; neither has one for biases, which keep the kernel's names."""
+    names = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale", "gemm1_bias", "gemm2_bias")
+    return {name: name for name in names}
 
 
 def scalars(scales: Scales, activation: Activation, facts: LayerFacts) -> dict[str, Tensor]:
     """The kernel's F32 [E] scalars.
 
     g1_alphas = a1·s_gate (output1_scale_gate_scalar), g1_alphas_up = a1·s_up, g1_scale_c = g1_alphas_up·(1/a2)
-    (output1_scale_scalar; not gated: 1/a2), g2_alphas = a2·s_down (output2_scale_scalar). Clamp and beta act on the raw
-    accumulator: limit/g1_alphas, beta/g1_alphas; alpha acts on the dequantised gate and stays. Source: vLLM 0.33
-    `_compute_g1_scale_c` and `process_weights_after_loading`.
+    (output1_scale_scalar; not gated: 1/a2), g2_alphas = a2·s_down (output2_scale_scalar). The clamp acts on both raw
+    accumulators, beta on that of up: limit/g1_alphas (gate and up must share a scale), beta/g1_alphas_up; alpha acts on
+    the dequantised gate and stays.
+    Sources: vLLM 0.33 `TrtLlmNvFp4ExpertsBase`; FlashInfer 0.7.2 `KernelRunner.h`.
     """
     assert scales.w13_input is not None and scales.w2_input is not None
     quantize_w2 = 1.0 / scales.w2_input
@@ -149,19 +172,20 @@ def scalars(scales: Scales, activation: Activation, facts: LayerFacts) -> dict[s
         "w2_input_scale_quant": quantize_w2,
     }
     if activation.limit is not None:
+        one_w13_scale(scales)
         table["gemm1_clamp_limit"] = torch.full_like(g1_alphas, activation.limit) / g1_alphas
     if activation.alpha is not None:
         table["gemm1_alpha"] = torch.full_like(g1_alphas, activation.alpha)
     if activation.beta is not None:
-        table["gemm1_beta"] = torch.full_like(g1_alphas, activation.beta) / g1_alphas
+        table["gemm1_beta"] = torch.full_like(g1_alphas, activation.beta) / g1_alphas_up
     return table
 
 
-def parameters(engine: Engine, scales: Scales, scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def parameters(scales: Scales, scalars: Mapping[str, Tensor], facts: LayerFacts) -> dict[str, Tensor]:
     """The engine's small parameters, by its names. vLLM holds the alphas already multiplied in w13_weight_scale_2."""
     assert scales.w13_input is not None and scales.w2_input is not None
     swiglu = {name: scalars[name] for name in ("gemm1_clamp_limit", "gemm1_alpha", "gemm1_beta") if name in scalars}
-    if engine == "sglang":
+    if facts.engine == "sglang":
         names = ("g1_alphas", "g1_alphas_up", "g1_scale_c", "g2_alphas")
         one = {name: scalars[name][0] for name in ("w13_input_scale_quant", "w2_input_scale_quant")}
         return {**{name: scalars[name] for name in names}, **one, **swiglu}

@@ -65,8 +65,8 @@ class EngineRules:
     """How one engine feeds a layout.
 
     `backend` is the engine's own name of it. H must be a multiple of `hidden_multiple`; then I (gated or plain; another
-    multiple when H % 128 != 0) and H are padded up to multiples of `pad_*`. `padded_stride`: with TP, rank r begins at row
-    r times the padded I per rank.
+    multiple when H % 128 != 0) and H are padded up to multiples of `pad_*`. `padded_stride`: with TP, rank r begins at
+    row r times the padded I per rank.
     """
 
     backend: str
@@ -117,8 +117,11 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """What packing one expert needs besides its tensors: the engine, the activations' dtype, power-of-two factors on the
-    rank's block scales (Marlin), and the alphas that biases are divided by (flashinfer-trtllm)."""
+    """What packing one expert needs besides its tensors.
+
+    The engine, the activations' dtype, power-of-two factors on the rank's block scales (vllm-marlin), and the expert's
+    alphas, F32 values, that biases are divided by (flashinfer-trtllm).
+    """
 
     engine: Engine = "vllm"
     activation_dtype: ActivationDtype = "bf16"
@@ -139,6 +142,17 @@ class Scales:
     down: Tensor
     w13_input: Tensor | None
     w2_input: Tensor | None
+
+
+def one_w13_scale(scales: Scales) -> Tensor:
+    """The weight_scale_2 that gate and up share, F32 [E].
+
+    Raises:
+        LayoutError: they differ.
+    """
+    if scales.gate is not None and not torch.equal(scales.gate, scales.up):
+        raise LayoutError("the kernel has one scale for gate and up, and their weight_scale_2 differ: unify them first")
+    return scales.up
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -179,12 +193,12 @@ def plan_geometry(
 
 
 def pad_matrix(matrix: Matrix, rows: int, columns: int) -> Matrix:
-    """Zero nibbles and zero block scales up to rows x columns."""
+    """Zero nibbles and zero block scales up to rows x columns; contiguous."""
     weight, scale = matrix.weight, matrix.scale
     below = rows - weight.shape[0]
     return Matrix(
-        pad_zeros(weight, (0, columns // 2 - weight.shape[1], 0, below)),
-        pad_zeros(scale, (0, columns // GROUP_SIZE - scale.shape[1], 0, below)),
+        pad_zeros(weight, (0, columns // 2 - weight.shape[1], 0, below)).contiguous(),
+        pad_zeros(scale, (0, columns // GROUP_SIZE - scale.shape[1], 0, below)).contiguous(),
     )
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 def repack(weight: Tensor) -> Tensor:
     """NVFP4 nibbles of [N, K] in Marlin's order.
 
-    `q[K, N].view(K/16, 2, 4, 2, N/64, 4, 2, 8).permute(0, 4, 7, 2, 5, 3, 6, 1).reshape(K/16, 2N, 8)`, then int32 = sum of
-    nibble_i << 4i. Same bytes as vLLM's `gptq_marlin_repack` (no act-order, 16-bit activations), whose output is golden.
+    `q[K, N].view(K/16, 2, 4, 2, N/64, 4, 2, 8).permute(0, 4, 7, 2, 5, 3, 6, 1).reshape(K/16, 2N, 8)`, then int32 = sum
+    of nibble_i << 4i. The bytes of vLLM's `gptq_marlin_repack` (no act-order, 16-bit activations); golden vectors.
 
     Args:
         weight: U8 [N, K/2], low nibble = even k; N a multiple of 64, K of 16.

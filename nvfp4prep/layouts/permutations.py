@@ -58,9 +58,10 @@ def row_shuffle(rows: int) -> Tensor:
 
 @lru_cache(maxsize=16)
 def gated_row_shuffle(rows: int) -> Tensor:
-    """As row_shuffle for [first half; second half], which are interleaved row by row first: `(x%2)·rows/2 + x//2`, x = S(r).
+    """As row_shuffle for [first half; second half], interleaved row by row first. I64 [rows].
 
-    Source: FlashInfer 0.7.2 `_maybe_get_cached_w3_w1_permute_indices`. I64 [rows].
+    Source row of destination row r: `(x%2)·rows/2 + x//2`, x = S(r).
+    Source: FlashInfer 0.7.2 `_maybe_get_cached_w3_w1_permute_indices`.
     """
     x = row_shuffle(rows)
     return x % 2 * (rows // 2) + x // 2

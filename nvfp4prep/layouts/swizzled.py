@@ -1,4 +1,4 @@
-"""What the layouts share that keep weights as they are and swizzle block scales: flashinfer-cutlass and vllm-cutlass."""
+"""What flashinfer-cutlass and vllm-cutlass share: weights stay as they are, block scales are swizzled."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from torch import Tensor
 
 from nvfp4prep.layouts.logical import (
     Activation,
+    Engine,
     Expert,
     Geometry,
     Matrix,
     Scales,
     crop_expert,
     join,
+    one_w13_scale,
     pad_expert,
     round_up,
     split,
@@ -26,7 +28,7 @@ Shapes = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def shapes(geometry: Geometry) -> Shapes:
-    """dtype and shape of each of one expert's tensors: weights [N, K/2], swizzled scales padded to 128 rows, 4 columns."""
+    """dtype and shape of each of one expert's tensors; swizzled scales are padded to 128 rows and 4 columns."""
     rows, hidden, inner = geometry.w13_rows, geometry.padded_hidden, geometry.padded_intermediate
     return {
         "w13_weight": ("U8", (rows, hidden // 2)),
@@ -56,11 +58,22 @@ def unpack(packed: Mapping[str, Tensor], geometry: Geometry, first: Literal["gat
     return crop_expert(Expert(*split(w13, geometry.gated, first), down), geometry)
 
 
+def tensor_names(engine: Engine) -> dict[str, str]:
+    """The engine's parameter of each tensor of `shapes`. SGLang keeps swizzled scales beside the linear ones."""
+    suffix = "blockscale_swizzled" if engine == "sglang" else "weight_scale"
+    return {
+        "w13_weight": "w13_weight",
+        "w13_weight_scale": f"w13_{suffix}",
+        "w2_weight": "w2_weight",
+        "w2_weight_scale": f"w2_{suffix}",
+    }
+
+
 def one_alpha(scales: Scales, activation: Activation) -> dict[str, Tensor]:
     """F32 [E] scalars of kernels with one alpha per GEMM: a1·s1, a2·s2, 1/a1, 1/a2; swiglu parameters in real units."""
     assert scales.w13_input is not None and scales.w2_input is not None
     table = {
-        "g1_alphas": scales.w13_input * scales.up,
+        "g1_alphas": scales.w13_input * one_w13_scale(scales),
         "g2_alphas": scales.w2_input * scales.down,
         "w13_input_scale_quant": 1.0 / scales.w13_input,
         "w2_input_scale_quant": 1.0 / scales.w2_input,

@@ -1,7 +1,7 @@
 """vllm-cutlass: vLLM's own CUTLASS NVFP4 experts (`CutlassExpertsFp4`) on SM100, SM103, SM110, SM120 and SM121.
 
-Rows: gate first, then up; each half padded on its own to a multiple of 64 (not gated: 128). Weights stay as they are, block
-scales go through the 128x4 swizzle.
+Rows: gate first, then up; each half padded on its own to a multiple of 64 (not gated: 128). Weights stay as they are,
+block scales go through the 128x4 swizzle.
 
     w13_weight         U8    [2I', H/2]                     [gate; up]
     w13_weight_scale   E4M3  [up(2I',128), up(H/16,4)]      swizzled
@@ -9,8 +9,8 @@ scales go through the 128x4 swizzle.
     w2_weight_scale    E4M3  [up(H,128), up(I'/16,4)]       swizzled
 
 The one layout whose scalars do not depend on other experts: input scales may differ between them (--input-scale keep).
-Sources: vLLM 0.33 `prepare_nvfp4_moe_layer_for_fi_or_cutlass` and `CutlassExpertsFp4`, which refuses a gated I that is no
-multiple of 64; padding each half is this project's. SGLang has no counterpart.
+Sources: vLLM 0.33 `CutlassExpertsFp4` and `prepare_nvfp4_moe_layer_for_fi_or_cutlass`, which refuses a gated I that is
+no multiple of 64; padding each half is this project's. SGLang has no counterpart.
 """
 
 from __future__ import annotations
@@ -48,12 +48,17 @@ def unpack(packed: Mapping[str, Tensor], geometry: Geometry, facts: LayerFacts) 
     return swizzled.unpack(packed, geometry, "gate")
 
 
+def tensor_names(engine: Engine) -> dict[str, str]:
+    """The engine's parameter of each tensor of `shapes`."""
+    return swizzled.tensor_names(engine)
+
+
 def scalars(scales: Scales, activation: Activation, facts: LayerFacts) -> dict[str, Tensor]:
     """The kernel's F32 [E] scalars: see `swizzled.one_alpha`."""
     return swizzled.one_alpha(scales, activation)
 
 
-def parameters(engine: Engine, scales: Scales, scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def parameters(scales: Scales, scalars: Mapping[str, Tensor], facts: LayerFacts) -> dict[str, Tensor]:
     """vLLM's small parameters, raw: its experts multiply them at start-up."""
     return swizzled.raw_parameters(scales)
 

@@ -10,10 +10,11 @@ transposed, permuted and recoded from E4M3 to S0E5M3.
     w13_bias, w2_bias  F32   [2I'], [H]      columns in Marlin's single order, in real units
 
 Columns of scales: within 64, column i + 8j goes to 8i + j; then each 4 columns in the order 0, 2, 1, 3.
-vLLM multiplies block scales by a power of two per layer and rank (`scale_factor`) and flushes those that stay below 2^-6;
-SGLang does neither. vLLM's global scale is F32, SGLang's is rounded to the activations' dtype first.
-Sources: vLLM 0.33 `prepare_nvfp4_moe_layer_for_marlin`; SGLang 0.5.23 `prepare_moe_nvfp4_layer_for_marlin`; golden vectors of
-vLLM 0.24's kernel.
+vLLM multiplies block scales by a power of two per layer and rank (`scale_factor`) and flushes those that stay below
+2^-6; SGLang does neither (with bf16 activations its kernel reads those as 2^-112 times their value: in effect 0).
+vLLM's global scale is F32, SGLang's is of the activations' dtype, and rounded to it first.
+Sources: vLLM 0.33 `prepare_nvfp4_moe_layer_for_marlin`; SGLang 0.5.23 `prepare_moe_nvfp4_layer_for_marlin`; golden
+vectors of vLLM 0.24's kernel.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from nvfp4prep.layouts.logical import (
     crop_expert,
     join,
     join_bias,
+    one_w13_scale,
     pad_expert,
     split,
     split_bias,
@@ -81,9 +83,10 @@ def shapes(geometry: Geometry) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def scale_factor(largest_code: int, facts: LayerFacts) -> float:
-    """The power of two that vLLM multiplies a rank's block scales of one GEMM by: 2^floor(log2(448 / largest)), at least 1.
+    """The power of two that vLLM multiplies a rank's block scales of one GEMM by.
 
-    1 with fp16 activations and for SGLang. `largest_code` is the largest E4M3 code of the rank's experts, sign bit clear.
+    2^floor(log2(448 / largest)), at least 1; 1 with fp16 activations and for SGLang. `largest_code` is the largest E4M3
+    code of the rank's experts among those with the sign bit clear (0 to 126).
     Source: vLLM 0.33 `_nvfp4_compute_scale_factor`.
     """
     largest = E4M3_VALUES[largest_code]
@@ -96,8 +99,8 @@ def scale_factor(largest_code: int, facts: LayerFacts) -> float:
 def recode_table(factor: float, flush: bool) -> Tensor:
     """S0E5M3 byte of each E4M3 code: the upper 8 bits below the sign of half(value · factor · 2^7). U8 [256].
 
-    With `flush`, products below 2 (and negative ones) become 0; without, the sign is dropped. NaN codes have no entry of
-    their own: half's NaN. Source: vLLM 0.33 `nvfp4_marlin_process_scales`.
+    With `flush`, products below 2 (and negative ones) become 0; without, the sign is dropped. NaN codes have no entry
+    of their own: half's NaN. Source: vLLM 0.33 `nvfp4_marlin_process_scales`.
     """
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     half = (codes.to(torch.float32) * factor).to(torch.half) * 2**7
@@ -108,7 +111,7 @@ def recode_table(factor: float, flush: bool) -> Tensor:
 
 @lru_cache(maxsize=64)
 def restore_table(factor: float, flush: bool) -> Tensor:
-    """The E4M3 code of each S0E5M3 byte, the smallest where several codes share a byte; 0 for bytes of no code. U8 [256]."""
+    """The E4M3 code of each S0E5M3 byte, the smallest of those that share a byte; 0 for bytes of no code. U8 [256]."""
     table = torch.zeros(256, dtype=torch.uint8)
     forward = recode_table(factor, flush)
     for code in reversed(range(256)):
@@ -120,6 +123,19 @@ def lost_codes(factor: float, flush: bool) -> tuple[int, ...]:
     """E4M3 codes that do not come back: flushed to zero, or negative."""
     back = restore_table(factor, flush)[recode_table(factor, flush).long()]
     return tuple(code for code in range(256) if int(back[code]) != code)
+
+
+def lost_blocks(expert: Expert, facts: LayerFacts) -> int:
+    """How many of an expert's block scales do not come back from `pack`."""
+    flush = facts.engine == "vllm"
+    matrices = ((expert.gate, facts.w13_factor), (expert.up, facts.w13_factor), (expert.down, facts.w2_factor))
+    count = 0
+    for matrix, factor in matrices:
+        if matrix is not None:
+            lost = torch.zeros(256, dtype=torch.bool)
+            lost[list(lost_codes(factor, flush))] = True
+            count += int(lost[matrix.scale.long()].sum())
+    return count
 
 
 def _pack_scale(scale: Tensor, factor: float, flush: bool) -> Tensor:
@@ -176,14 +192,21 @@ def unpack(packed: Mapping[str, Tensor], geometry: Geometry, facts: LayerFacts) 
     return crop_expert(expert, geometry)
 
 
+def tensor_names(engine: Engine) -> dict[str, str]:
+    """The engine's parameter of each tensor of `shapes`."""
+    names = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale", "w13_bias", "w2_bias")
+    return {name: name for name in names}
+
+
 def scalars(scales: Scales, activation: Activation, facts: LayerFacts) -> dict[str, Tensor]:
     """The kernel's scalars: the global scales as its dequantisation expects them, F32 [E], and the factors taken out.
 
-    g1_alphas = s·2^119 / factor for bf16 activations, s·2^7 for fp16 (exponent bias of the activations' dtype less that of
-    FP4, less 7). SGLang rounds s to the activations' dtype first. Source: vLLM 0.33 `nvfp4_marlin_process_global_scale`.
+    g1_alphas = s·2^119 / factor for bf16 activations, s·2^7 for fp16 (exponent bias of the activations' dtype less that
+    of FP4, less 7). SGLang rounds s to the activations' dtype first; `parameters` stores it in that dtype.
+    Source: vLLM 0.33 `nvfp4_marlin_process_global_scale`, SGLang 0.5.23 function of the same name.
     """
     table = {
-        "g1_alphas": _global(scales.up, facts.w13_factor, facts),
+        "g1_alphas": _global(one_w13_scale(scales), facts.w13_factor, facts),
         "g2_alphas": _global(scales.down, facts.w2_factor, facts),
         "w13_scale_factor": torch.full_like(scales.up, facts.w13_factor),
         "w2_scale_factor": torch.full_like(scales.up, facts.w2_factor),
@@ -196,26 +219,29 @@ def scalars(scales: Scales, activation: Activation, facts: LayerFacts) -> dict[s
 
 def _global(scale: Tensor, factor: float, facts: LayerFacts) -> Tensor:
     exponent = 119 if facts.activation_dtype == "bf16" else 7
-    if facts.engine == "sglang":
-        scale = scale.to(_DTYPES[facts.activation_dtype]).to(torch.float32)
-    processed = scale * 2.0**exponent / factor
+    dtype = _DTYPES[facts.activation_dtype] if facts.engine == "sglang" else torch.float32
+    processed = scale.to(dtype) * 2.0**exponent / factor
     if not bool(torch.isfinite(processed).all()):
-        raise LayoutError(f"a global scale of {float(scale.max()):g} overflows F32 in Marlin's form")
-    return processed
+        raise LayoutError(f"a global scale of {float(scale.max()):g} overflows {dtype} in Marlin's form")
+    return processed.to(torch.float32)
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def parameters(engine: Engine, scales: Scales, scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The engine's small parameters: the processed global scales."""
-    return {"w13_weight_scale_2": scalars["g1_alphas"], "w2_weight_scale_2": scalars["g2_alphas"]}
+def parameters(scales: Scales, scalars: Mapping[str, Tensor], facts: LayerFacts) -> dict[str, Tensor]:
+    """The engine's small parameters: the processed global scales; SGLang's are of the activations' dtype (exact)."""
+    dtype = _DTYPES[facts.activation_dtype] if facts.engine == "sglang" else torch.float32
+    return {
+        "w13_weight_scale_2": scalars["g1_alphas"].to(dtype),
+        "w2_weight_scale_2": scalars["g2_alphas"].to(dtype),
+    }
 
 
 def kernel_args(
     packed: Mapping[str, Tensor], scalars: Mapping[str, Tensor], activations: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Weights and scales for both `moe_wna16_marlin_gemm` calls, stacked over a rank's experts; `activations` passes."""
+    """Weights and scales of both `moe_wna16_marlin_gemm` calls, stacked over a rank's experts; `activations` passes."""
     return {
         **activations,
         "w1": packed["w13_weight"],

@@ -1,0 +1,521 @@
+"""Packed targets: which tensors each rank's files hold, and the steps that fill them, one expert at a time.
+
+Names: the engine's parameters under `target.prefix(moe)`; kernel scalars and logical scales under `target.own_prefix(moe)`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nvfp4prep.dialects import natural_key
+from nvfp4prep.experts import Read, join_slices, load_expert, slice_expert, store_expert
+from nvfp4prep.header import TensorInfo
+from nvfp4prep.layouts import vllm_marlin
+from nvfp4prep.layouts.logical import ENGINE_VERSIONS, Activation, Expert, LayerFacts, Scales
+from nvfp4prep.plan import (
+    Pack,
+    Parameters,
+    Plan,
+    Rank,
+    Shard,
+    Spec,
+    Unpack,
+    gather,
+    key_of,
+    logical_steps,
+    outputs_of,
+    place,
+)
+from nvfp4prep.quant_config import QuantConfig, hf_quant_config, quantization_config
+from nvfp4prep.scales import E4M3_NAN, RescaleCounts, Resolution, ScalePolicy, output_shape
+from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, dialect_of
+from nvfp4prep.source import Source, read_range
+from nvfp4prep.targets import Target, activation_of
+
+if TYPE_CHECKING:
+    from nvfp4prep.execute import Context
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "U8": torch.uint8,
+    "F8_E4M3": torch.uint8,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+@dataclass(frozen=True)
+class PackJob:
+    """How one packed target works.
+
+    `raw` are the stored input scales and weight_scale_2 by tensor name; `facts` what each layer and rank needs
+    (`layer_facts`), filled after the survey.
+    """
+
+    target: Target
+    folder: str
+    config: Mapping[str, Any]
+    raw: Mapping[str, tuple[float, ...]]
+    facts: Mapping[tuple[str, Rank], LayerFacts]
+
+    def activation(self, moe: MoeLayer) -> Activation:
+        return activation_of(self.config, moe.gated)
+
+    def rank_folder(self, rank: Rank) -> str:
+        return key_of(self.folder, self.target.folder(rank)) if self.target.folder(rank) else self.folder
+
+
+def packed_layers(schema: Schema) -> list[MoeLayer]:
+    """The MoE layers that are packed."""
+    return [moe for moe in schema.moe_layers if moe.format is Format.NVFP4]
+
+
+# --- scales of one rank -----------------------------------------------------------------------------------------------
+
+
+def expert_value(values: Sequence[float], moe: MoeLayer, expert: int, half: int) -> float:
+    """A fused scale's value for one expert and half: one value, [E], or [E, 2] flattened."""
+    if len(values) == 2 * moe.expert_count:
+        return values[2 * expert + half]
+    return values[expert] if len(values) == moe.expert_count else values[0]
+
+
+def _scale(
+    moe: MoeLayer, projection: str, param: str, expert: int, values: Mapping[str, tuple[float, ...]]
+) -> float | None:
+    """weight_scale_2 or input_scale of gate, up or down of one expert; None when there is none."""
+    if moe.gate_up is not None and moe.down is not None:
+        linear = moe.down if projection == "down" else moe.gate_up
+        found = values.get(linear.tensor_name(param))
+        return None if found is None else expert_value(found, moe, expert, int(projection == "up"))
+    linear_ = getattr(moe.experts[expert], projection)
+    found = None if linear_ is None else values.get(linear_.tensor_name(param))
+    return None if found is None else found[0]
+
+
+def projections(moe: MoeLayer) -> tuple[str, ...]:
+    """gate, up, down; or up, down when not gated."""
+    return ("gate", "up", "down") if moe.gated else ("up", "down")
+
+
+def _column(
+    moe: MoeLayer, projection: str, param: str, experts: range, values: Mapping[str, tuple[float, ...]]
+) -> Tensor | None:
+    column = [_scale(moe, projection, param, expert, values) for expert in experts]
+    if all(value is None for value in column):
+        return None
+    return torch.tensor([float("nan") if value is None else value for value in column], dtype=torch.float32)
+
+
+def rank_scales(moe: MoeLayer, experts: range, resolution: Resolution) -> Scales:
+    """Global scales of a rank's experts as resolved. With unequal input scales (`keep`), w13's is the larger of gate and up."""
+    column = {
+        (projection, param): _column(moe, projection, param, experts, resolution.values)
+        for projection in projections(moe)
+        for param in ("weight_scale_2", "input_scale")
+    }
+    up, down = column["up", "weight_scale_2"], column["down", "weight_scale_2"]
+    assert up is not None
+    assert down is not None
+    w13_input, gate_input = column["up", "input_scale"], column.get(("gate", "input_scale"))
+    if w13_input is not None and gate_input is not None:
+        w13_input = torch.maximum(w13_input, gate_input)
+    return Scales(column.get(("gate", "weight_scale_2")), up, down, w13_input, column["down", "input_scale"])
+
+
+def own_scalars(
+    moe: MoeLayer, experts: range, job: PackJob, resolution: Resolution, scalars: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Everything under `nvfp4prep.`: the kernel's scalars, the logical scales they come from, and the stored input scales.
+
+    F32 [E]. raw_input_scale is the larger of gate's and up's, NaN where none is stored.
+    """
+    table = dict(scalars)
+    for projection in projections(moe):
+        for param in ("weight_scale_2", "input_scale"):
+            column = _column(moe, projection, param, experts, resolution.values)
+            if column is not None:
+                table[f"{projection}_{param}"] = column
+    raw = [
+        column
+        for projection in projections(moe)[:-1]
+        if (column := _column(moe, projection, "input_scale", experts, job.raw)) is not None
+    ]
+    if raw:
+        table["raw_input_scale"] = torch.stack(raw).amax(0)
+    raw_w2 = _column(moe, "down", "input_scale", experts, job.raw)
+    if raw_w2 is not None:
+        table["raw_w2_input_scale"] = raw_w2
+    return {name: value.contiguous() for name, value in table.items()}
+
+
+def rank_parameters(moe: MoeLayer, rank: Rank, job: PackJob, resolution: Resolution) -> dict[str, Tensor]:
+    """All small tensors of a layer and rank, by full name."""
+    target = job.target
+    experts = target.experts(moe, rank.ep)
+    facts = job.facts.get((moe.path, rank), LayerFacts(target.engine, target.activation_dtype))
+    scales = rank_scales(moe, experts, resolution)
+    scalars = target.module.scalars(scales, job.activation(moe), facts)
+    named = {
+        target.prefix(moe) + name: value for name, value in target.module.parameters(scales, scalars, facts).items()
+    }
+    own = own_scalars(moe, experts, job, resolution, scalars)
+    return named | {target.own_prefix(moe) + name: value for name, value in own.items()}
+
+
+def stacked_names(moe: MoeLayer, target: Target) -> dict[str, str]:
+    """Full name of each of the layout's tensors. No engine has a parameter for NVFP4 experts' biases: they are our own."""
+    names = target.module.tensor_names(target.engine)
+    return {
+        tensor: (target.own_prefix(moe) + tensor) if "bias" in tensor else target.prefix(moe) + name
+        for tensor, name in names.items()
+    }
+
+
+# --- the plan -----------------------------------------------------------------------------------------------------------
+
+
+def make_packed_plan(
+    tensors: Mapping[str, TensorInfo],
+    metadata: Mapping[str, str],
+    schema: Schema,
+    policy: ScalePolicy,
+    weight_only: frozenset[str],
+    max_shard_bytes: int,
+    job: PackJob,
+    resolution: Resolution,
+    number: int,
+) -> Plan:
+    """The plan for a packed target: everything but routed experts as for `hf`, and each rank's packed experts.
+
+    Args: as `plan.make_plan`; `job` and its index `number`; `resolution` only for the shapes of small tensors.
+    """
+    target, layers = job.target, packed_layers(schema)
+    skip = frozenset(linear.module for moe in layers for linear in (*moe.w13, *moe.w2))
+    common = key_of(job.folder, target.common) if target.common else job.folder
+    specs, steps, imputed = logical_steps(tensors, schema, policy, weight_only, skip, common, number)
+    steps += [(f"{moe.path} expert {e}", Pack(moe, e, number)) for moe in layers for e in range(moe.expert_count)]
+    shards: list[Shard] = []
+    stacked: set[str] = set()
+    outputs: dict[str, TensorInfo] = {}
+
+    def add(ordered: Sequence[str], table: Mapping[str, Spec], folder: str) -> None:
+        placed = place(ordered, table, metadata, max_shard_bytes, folder)
+        shards.extend(placed)
+        outputs.update(outputs_of(placed, folder))
+
+    order = sorted(specs, key=natural_key)
+    if not target.flat:
+        add(order, specs, common)
+    for rank in target.ranks():
+        folder = job.rank_folder(rank)
+        mine: dict[str, Spec] = {}
+        for moe in layers:
+            rank_specs, names = _rank_specs(moe, rank, job, resolution)
+            mine |= rank_specs
+            stacked |= {key_of(folder, name) for name in names}
+            steps.append((f"{moe.path} parameters {folder}", Parameters(moe, rank, number)))
+        add([*order, *mine] if target.flat else list(mine), {**specs, **mine} if target.flat else mine, folder)
+    return Plan(tuple(shards), outputs, gather(steps), tuple(imputed), frozenset(stacked))
+
+
+def _rank_specs(moe: MoeLayer, rank: Rank, job: PackJob, resolution: Resolution) -> tuple[dict[str, Spec], list[str]]:
+    """Specs of a layer's tensors for one rank in load order, and which of them are stacked over experts."""
+    target = job.target
+    count = len(target.experts(moe, rank.ep))
+    names = stacked_names(moe, target)
+    shapes = target.module.shapes(target.geometry(moe, rank.tp))
+    specs: dict[str, Spec] = {names[tensor]: (dtype, (count, *shape)) for tensor, (dtype, shape) in shapes.items()}
+    listed = list(specs)
+    for name, value in rank_parameters(moe, rank, job, resolution).items():
+        specs[name] = (_NAMES[value.dtype], tuple(value.shape))
+    return specs, listed
+
+
+# --- steps --------------------------------------------------------------------------------------------------------------
+
+
+def run(context: Context, step: Pack | Parameters | Unpack) -> None:
+    """Run one step."""
+    match step:
+        case Pack():
+            _pack(context, step)
+        case Parameters():
+            _parameters(context, step)
+        case Unpack():
+            _unpack(context, step)
+
+
+def _raw_bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+
+
+def reader(read: Callable[[TensorInfo, int, int], bytes], tensors: Mapping[str, TensorInfo]) -> Read:
+    """A Read over source tensors; index e of a fused tensor is its slice e along the first dimension."""
+
+    def read_tensor(name: str, index: int | None) -> Tensor:
+        info = tensors[name]
+        shape = info.shape if index is None else info.shape[1:]
+        length = info.nbytes if index is None else info.nbytes // info.shape[0]
+        data = bytearray(read(info, 0 if index is None else index * length, length))
+        return torch.frombuffer(data, dtype=DTYPES[info.dtype]).view(shape)
+
+    return read_tensor
+
+
+def _pack(context: Context, step: Pack) -> None:
+    job = context.jobs[step.job]
+    assert job.pack is not None
+    target, moe = job.pack.target, step.moe
+    read = reader(context.read, context.source.tensors)
+    expert, counts = load_expert(moe, step.expert, read, job.resolution.rescales)
+    _count_rescaled(context, step, counts)
+    ep_rank, position = divmod(step.expert, moe.expert_count // target.ep)
+    names = stacked_names(moe, target)
+    for tp_rank in range(target.tp):
+        rank = Rank(tp_rank, ep_rank)
+        facts = _expert_facts(context, step, rank, position)
+        share = target.share(moe, tp_rank)
+        part = slice_expert(expert, share, tp_rank == 0)
+        packed = target.module.pack(part, target.geometry(moe, tp_rank), facts)
+        _count_flushed(context, step, part, facts)
+        folder = job.pack.rank_folder(rank)
+        for tensor, value in packed.items():
+            context.put(key_of(folder, names[tensor]), _raw_bytes(value), position)
+
+
+def _expert_facts(context: Context, step: Pack, rank: Rank, position: int) -> LayerFacts:
+    """The layer's facts, with this expert's alphas where biases are divided by them."""
+    job = context.jobs[step.job]
+    assert job.pack is not None
+    target, moe = job.pack.target, step.moe
+    facts = job.pack.facts.get((moe.path, rank), LayerFacts(target.engine, target.activation_dtype))
+    if not target.geometry(moe, rank.tp).biased:
+        return facts
+    scales = rank_scales(moe, target.experts(moe, rank.ep), job.resolution)
+    scalars = target.module.scalars(scales, job.pack.activation(moe), facts)
+    if "g1_alphas_up" not in scalars:
+        return facts
+    return replace(
+        facts,
+        g1_alpha=float(scalars["g1_alphas"][position]),
+        g1_alpha_up=float(scalars["g1_alphas_up"][position]),
+        g2_alpha=float(scalars["g2_alphas"][position]),
+    )
+
+
+def _count_rescaled(context: Context, step: Pack, counts: RescaleCounts) -> None:
+    if counts.blocks:
+        key = (step.job, step.moe.path)
+        with context.lock:
+            context.outcome.rescaled[key] = context.outcome.rescaled.get(key, RescaleCounts()) + counts
+
+
+def _count_flushed(context: Context, step: Pack, part: Expert, facts: LayerFacts) -> None:
+    job = context.jobs[step.job].pack
+    assert job is not None
+    if not job.target.module.REQUIRES.block_scale_maximum:
+        return
+    lost = vllm_marlin.lost_blocks(part, facts)
+    if lost:
+        key = (step.job, step.moe.path)
+        with context.lock:
+            context.outcome.flushed[key] = context.outcome.flushed.get(key, 0) + lost
+
+
+def _parameters(context: Context, step: Parameters) -> None:
+    job = context.jobs[step.job]
+    assert job.pack is not None
+    folder = job.pack.rank_folder(step.rank)
+    for name, value in rank_parameters(step.moe, step.rank, job.pack, job.resolution).items():
+        context.put(key_of(folder, name), _raw_bytes(value))
+
+
+def _unpack(context: Context, step: Unpack) -> None:
+    """One expert from every TP rank's slices back to the checkpoint's own tensors."""
+    job = context.jobs[step.job].pack
+    assert job is not None
+    target, moe = job.target, step.moe
+    ep_rank, position = divmod(step.expert, moe.expert_count // target.ep)
+    parts = []
+    for tp_rank in range(target.tp):
+        rank = Rank(tp_rank, ep_rank)
+        tensors = context.source.tensors
+        folder = target.folder(rank)
+        read = reader(context.read, tensors)
+        packed = {
+            tensor: read(key_of(folder, name), position)
+            for tensor, name in stacked_names(moe, target).items()
+            if key_of(folder, name) in tensors
+        }
+        facts = stored_facts(moe, rank, position, target, lambda key: read(key, None))
+        parts.append(target.module.unpack(packed, target.geometry(moe, tp_rank), facts))
+    fused = moe.gate_up is not None
+    linears = {"gate_up": moe.gate_up, "down": moe.down} if fused else dict(_linears(moe, step.expert))
+    for (projection, param), value in store_expert(join_slices(parts), fused, moe.order).items():
+        linear = linears[projection]
+        assert linear is not None
+        info = linear.params[param]
+        context.put(info.name, _raw_bytes(value.to(DTYPES[info.dtype])), step.expert if fused else 0)
+
+
+def _linears(moe: MoeLayer, expert: int) -> Iterator[tuple[str, Linear | None]]:
+    found = moe.experts[expert]
+    return iter((("gate", found.gate), ("up", found.up), ("down", found.down)))
+
+
+def stored_facts(moe: MoeLayer, rank: Rank, position: int, target: Target, read: Callable[[str], Tensor]) -> LayerFacts:
+    """The facts that an expert was packed with, from the scalars stored beside it."""
+    prefix = key_of(target.folder(rank), target.own_prefix(moe))
+    facts = LayerFacts(target.engine, target.activation_dtype)
+    if target.module.REQUIRES.block_scale_maximum:
+        factors = (read(prefix + name)[position].item() for name in ("w13_scale_factor", "w2_scale_factor"))
+        return replace(facts, w13_factor=next(factors), w2_factor=next(factors))
+    if not target.geometry(moe, rank.tp).biased or target.module.REQUIRES.alphas < 2:
+        return facts
+    alphas = [read(prefix + name)[position].item() for name in ("g1_alphas", "g1_alphas_up", "g2_alphas")]
+    return replace(facts, g1_alpha=alphas[0], g1_alpha_up=alphas[1], g2_alpha=alphas[2])
+
+
+# --- what the manifest says --------------------------------------------------------------------------------------------
+
+
+def manifest_entry(job: PackJob, schema: Schema) -> dict[str, Any]:
+    """Layout id, engine, geometry before and after padding, TP and EP."""
+    target = job.target
+    layers = packed_layers(schema)
+    sizes = {}
+    for moe in layers:
+        geometries = [target.geometry(moe, tp) for tp in range(target.tp)]
+        shape = {
+            "experts": moe.expert_count,
+            "hidden": moe.hidden,
+            "intermediate": moe.intermediate,
+            "gated": moe.gated,
+            "padded_hidden": geometries[0].padded_hidden,
+            "intermediate_per_rank": [geometry.intermediate for geometry in geometries],
+            "padded_intermediate_per_rank": geometries[0].padded_intermediate,
+        }
+        sizes[moe.path] = shape
+    return {
+        "layout": target.layout_id,
+        "engine": target.engine,
+        "engine_version": ENGINE_VERSIONS[target.engine],
+        "kernel": target.module.REQUIRES.kernel,
+        "tp": target.tp,
+        "ep": target.ep,
+        "activation_dtype": target.activation_dtype,
+        "layers": sizes,
+    }
+
+
+def logical_entry(
+    schema: Schema, policy: ScalePolicy, metadata: Mapping[str, str], max_shard_bytes: int, quant: QuantConfig
+) -> dict[str, Any]:
+    """What `unpack` needs to write the `hf` checkpoint again: names, shapes and dtypes of the experts' own tensors, configs."""
+    return {
+        "metadata": dict(metadata),
+        "max_shard_bytes": max_shard_bytes,
+        "quantization_config": quantization_config(quant),
+        "hf_quant_config": hf_quant_config(quant),
+        "moe": [_moe_entry(moe, policy) for moe in packed_layers(schema)],
+    }
+
+
+def _moe_entry(moe: MoeLayer, policy: ScalePolicy) -> dict[str, Any]:
+    dialect = dialect_of(moe)
+    table = {}
+    first = {"gate_up": moe.gate_up, "down": moe.down} if moe.gate_up else dict(_linears(moe, 0))
+    for projection, linear in first.items():
+        if linear is None:
+            continue
+        specs = {param: [info.dtype, list(info.shape)] for param, info in linear.params.items()}
+        wanted = [*linear.params, *(["input_scale"] if _has_input_scale(moe) else [])]
+        for param in SCALAR_PARAMS:
+            if param in wanted:
+                specs[param] = ["F32", list(output_shape(linear, param, policy))]
+        table[projection] = specs
+    return {"path": moe.path, "dialect": dialect.name, "experts": moe.expert_count, "projections": table}
+
+
+def _has_input_scale(moe: MoeLayer) -> bool:
+    """Whether the output's experts have input scales: stored, or imputed from one that is."""
+    return any("input_scale" in linear.params for linear in (*moe.w13, *moe.w2))
+
+
+# --- what packing needs to know of a whole layer -----------------------------------------------------------------------
+
+
+def with_facts(job: PackJob, source: Source, schema: Schema, resolution: Resolution, workers: int) -> PackJob:
+    """The job with its layers' facts, for which block scales may have to be read."""
+    with ExitStack() as stack:
+        descriptors: dict[str, int] = {}
+
+        def read(tensor: TensorInfo, start: int, length: int) -> bytes:
+            return read_range(descriptors[tensor.file], tensor.file, tensor.start + start, length)
+
+        for file in source.shards:
+            descriptors[file] = source.open_shard(file)
+            stack.callback(os.close, descriptors[file])
+        facts = layer_facts(schema, job.target, resolution, reader(read, source.tensors), workers)
+    return replace(job, facts=facts)
+
+
+def layer_facts(
+    schema: Schema, target: Target, resolution: Resolution, read: Read, workers: int
+) -> dict[tuple[str, Rank], LayerFacts]:
+    """LayerFacts of every layer and rank; reads all block scales once where the layout needs their maximum.
+
+    The maximum is over the rank's own experts and rows, as an engine sees it while loading.
+    """
+    plain = LayerFacts(target.engine, target.activation_dtype)
+    layers = packed_layers(schema)
+    if not target.module.REQUIRES.block_scale_maximum:
+        return {(moe.path, rank): plain for moe in layers for rank in target.ranks()}
+
+    def scales_alone(name: str, index: int | None) -> Tensor:
+        """Block scales as stored; empty weights, which nobody looks at here."""
+        return read(name, index) if name.endswith("weight_scale") else torch.empty(0, 0, dtype=torch.uint8)
+
+    def largest(moe: MoeLayer, expert: int) -> dict[Rank, tuple[int, int]]:
+        logical = load_expert(moe, expert, scales_alone, resolution.rescales)[0]
+        ep_rank = expert // (moe.expert_count // target.ep)
+        found = {}
+        for tp_rank in range(target.tp):
+            part = slice_expert(logical, target.share(moe, tp_rank), tp_rank == 0)
+            halves = [half.scale for half in (part.gate, part.up) if half is not None]
+            found[Rank(tp_rank, ep_rank)] = max(map(largest_code, halves)), largest_code(part.down.scale)
+        return found
+
+    maxima: dict[tuple[str, Rank], tuple[int, int]] = {}
+    with ThreadPoolExecutor(workers) as pool:
+        work = [(moe, expert) for moe in layers for expert in range(moe.expert_count)]
+        for (moe, _), found in zip(work, pool.map(lambda pair: largest(*pair), work), strict=True):
+            for rank, (w13, w2) in found.items():
+                before = maxima.get((moe.path, rank), (0, 0))
+                maxima[moe.path, rank] = max(before[0], w13), max(before[1], w2)
+    return {
+        key: replace(
+            plain,
+            w13_factor=vllm_marlin.scale_factor(w13, plain),
+            w2_factor=vllm_marlin.scale_factor(w2, plain),
+        )
+        for key, (w13, w2) in maxima.items()
+    }
+
+
+def largest_code(codes: Tensor) -> int:
+    """The largest positive E4M3 code, NaN left out; 0 for no codes."""
+    positive = codes[codes < E4M3_NAN]
+    return int(positive.max()) if positive.numel() else 0
