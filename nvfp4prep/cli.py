@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,8 +17,6 @@ from nvfp4prep.errors import EXIT_ENVIRONMENT, EXIT_INTERRUPTED, InputRefused, S
 from nvfp4prep.findings import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from nvfp4prep.convert import Prepared, Result
     from nvfp4prep.findings import Finding
 
@@ -63,10 +61,64 @@ class _ByteSize(click.ParamType[int]):
         return size
 
 
+_TARGETS = (
+    "hf",
+    "flashinfer-trtllm",
+    "flashinfer-cutlass",
+    "flashinfer-cutedsl",
+    "vllm-cutlass",
+    "vllm-marlin",
+    "auto",
+)
+_GPUS = ("b200", "b300", "rtx50", "h200", "h100", "a100")
+
+_output_options = [
+    click.option("--workers", type=click.IntRange(1, 256), help="Threads.  [default: the CPUs, at most 8]"),
+    click.option(
+        "--overwrite", is_flag=True, help="Replace an existing checkpoint at OUT, once the new one is complete."
+    ),
+    click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else there."),
+    click.option("-q", "--quiet", is_flag=True, help="Errors only."),
+]
+
+
+def _with_output_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(_output_options):
+        command = option(command)
+    return command
+
+
 @main.command()
 @click.argument("src")
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--target", type=click.Choice(["hf"]), default="hf", show_default=True, help="What to write.")
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    type=click.Choice(_TARGETS),
+    help="What to write; repeated: OUT/TARGET each.  [default: hf]",
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["vllm", "sglang"]),
+    default="vllm",
+    show_default=True,
+    help="Packed targets: whose padding and parameter names.",
+)
+@click.option(
+    "--tp", type=click.IntRange(1, 1024), default=1, show_default=True, help="Packed targets: tensor-parallel ranks."
+)
+@click.option(
+    "--ep", type=click.IntRange(1, 1024), default=1, show_default=True, help="Packed targets: expert-parallel ranks."
+)
+@click.option(
+    "--activation-dtype",
+    type=click.Choice(["bf16", "fp16"]),
+    default="bf16",
+    show_default=True,
+    help="Packed targets: what the engine computes in (Marlin's scales depend on it).",
+)
+@click.option("--gpu", type=click.Choice(_GPUS), help="For --target auto.  [default: the one present]")
 @click.option(
     "--input-scale",
     type=click.Choice(["layer-max", "keep"]),
@@ -91,19 +143,14 @@ class _ByteSize(click.ParamType[int]):
 @click.option(
     "--max-shard-size", type=_ByteSize(), help="Largest output file.  [default: 5GB, or as in SRC's manifest]"
 )
-@click.option("--workers", type=click.IntRange(1, 256), help="Threads.  [default: the CPUs, at most 8]")
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint at OUT, once the new one is complete.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else there.")
-@click.option("-q", "--quiet", is_flag=True, help="Errors only.")
 @click.option("-v", "--verbose", is_flag=True, help="Every finding, and each layer's scales.")
+@_with_output_options
 def convert(
     src: str,
     out: Path,
-    target: str,
-    input_scale: Any,
-    w13_scale: Any,
-    impute: Any,
+    targets: tuple[str, ...],
+    gpu: str | None,
     max_shard_size: int | None,
     workers: int | None,
     dry_run: bool,
@@ -111,6 +158,7 @@ def convert(
     as_json: bool,
     quiet: bool,
     verbose: bool,
+    **choices: Any,
 ) -> None:
     """Convert SRC, a directory or Hub repo (org/name[@revision]), to OUT, a new directory."""
     from nvfp4prep import convert as conversion
@@ -119,26 +167,85 @@ def convert(
     if quiet and verbose:
         raise click.UsageError("-q and -v exclude each other")
     with _stops(as_json):
-        options = conversion.Options(target, input_scale, w13_scale, impute, max_shard_size)
+        threads = workers or conversion.default_workers()
+        names = _resolve_targets(targets, gpu)
         if not dry_run:
             writer.check_destination(out, Path(src), overwrite=overwrite)
-        prepared = conversion.prepare(src, options)
-        if not (as_json or quiet):
-            _print_plan(prepared, verbose)
+        checkpoint = conversion.read_checkpoint(src)
+        prepared = []
+        for number, name in enumerate(names):
+            options = conversion.Options(name, max_shard_bytes=max_shard_size, **choices)
+            folder = name if len(names) > 1 else ""
+            prepared.append(conversion.decide(checkpoint, options, folder, number, threads))
+            if not (as_json or quiet):
+                _print_plan(prepared[-1], verbose)
+        plans = [_plan_json(one) for one in prepared] if as_json else []
+        shown = plans[0] if len(plans) == 1 else {"targets": plans}
         if dry_run:
             if as_json:
-                _print_json({"dry_run": True, **_plan_json(prepared)})
+                _print_json({"dry_run": True, **shown})
             elif not quiet:
                 click.echo("Dry run: nothing was written.")
             return
-        with _progress(prepared.plan.nbytes_of_tensors, enabled=not (as_json or quiet)) as advance:
-            result = conversion.write(
-                prepared, out, overwrite=overwrite, workers=workers or conversion.default_workers(), progress=advance
-            )
+        total = sum(one.plan.nbytes_of_tensors for one in prepared)
+        with _progress(total, enabled=not (as_json or quiet)) as advance:
+            result = conversion.write_all(prepared, out, overwrite=overwrite, workers=threads, progress=advance)
         if as_json:
-            _print_json({"dry_run": False, "out": str(out), **_plan_json(prepared), "manifest": result.manifest})
+            last = {"manifest": result.manifest} if len(names) == 1 else {"manifests": list(result.manifests)}
+            _print_json({"dry_run": False, "out": str(out), **shown, **last})
         elif not quiet:
             _print_result(prepared, result)
+
+
+def _resolve_targets(targets: tuple[str, ...], gpu: str | None) -> list[str]:
+    """The targets asked for, without repeats, `auto` resolved."""
+    if gpu is not None and "auto" not in targets:
+        raise click.UsageError("--gpu is for --target auto")
+    names = []
+    for name in targets or ("hf",):
+        if name == "auto":
+            from nvfp4prep.targets import GPU_CAPABILITIES, present_capability, target_for
+
+            capability = present_capability() if gpu is None else GPU_CAPABILITIES[gpu]
+            name = target_for(capability)
+            click.echo(f"--target auto: {name} ({capability or 'no GPU here'})", err=True)
+        names.append(name)
+    return list(dict.fromkeys(names))
+
+
+@main.command()
+@click.argument("packed", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@_with_output_options
+def unpack(packed: Path, out: Path, workers: int | None, overwrite: bool, as_json: bool, quiet: bool) -> None:
+    """Write the hf checkpoint that PACKED, a packed output of convert, was made from."""
+    from nvfp4prep import unpack as unpacking
+    from nvfp4prep.convert import default_workers
+
+    with _stops(as_json):
+        found = unpacking.prepare(packed, out, overwrite=overwrite)
+        with _progress(found.plan.nbytes_of_tensors, enabled=not (as_json or quiet)) as advance:
+            manifest = unpacking.write(
+                found, out, overwrite=overwrite, workers=workers or default_workers(), progress=advance
+            )
+        if as_json:
+            _print_json({"out": str(out), "manifest": manifest})
+        elif not quiet:
+            click.echo(f"Done: {out}; unpacked from {found.packed.target.layout_id}.")
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else there.")
+def targets(as_json: bool) -> None:
+    """List the packed targets: kernel, GPUs, engines, alignment, scalars, what they need."""
+    from nvfp4prep import render
+    from nvfp4prep.targets import target_table
+
+    rows = target_table()
+    if as_json:
+        _print_json({"targets": rows})
+    else:
+        _console().print(render.targets(rows))
 
 
 @main.command()
@@ -214,7 +321,7 @@ def _print_plan(prepared: Prepared, verbose: bool) -> None:
     _console().print(render.plan(prepared, verbose))
 
 
-def _print_result(prepared: Prepared, result: Result) -> None:
+def _print_result(prepared: list[Prepared], result: Result) -> None:
     from nvfp4prep import render
 
     _console().print(render.result(prepared, result))

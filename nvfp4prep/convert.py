@@ -15,7 +15,7 @@ from nvfp4prep.errors import InputRefused
 from nvfp4prep.execute import Job, Outcome, execute, shard_digests
 from nvfp4prep.findings import Finding, errors
 from nvfp4prep.header import TensorInfo
-from nvfp4prep.plan import Plan, key_of, make_plan, merge
+from nvfp4prep.plan import Plan, index_of, key_of, make_plan, merge
 from nvfp4prep.scales import (
     ImputePolicy,
     InputScalePolicy,
@@ -104,7 +104,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished conversion: each target's manifest as written, and what rescaling did, by target and tensor or layer."""
+    """A finished conversion: each target's manifest as written, and what the workers counted."""
 
     out: Path
     manifests: tuple[Mapping[str, Any], ...]
@@ -141,12 +141,18 @@ def read_checkpoint(spec: str) -> Checkpoint:
     exclude, weight_only = None, frozenset[str]()
     if quant is not None:
         findings += qc.check_config(schema, quant)
-        tied = config.get("tie_word_embeddings") is True and "lm_head.weight" not in source.tensors
-        exclude = qc.rewrite_exclude(schema, quant.exclude, tied)
+        exclude = qc.rewrite_exclude(schema, quant.exclude, _is_tied(config))
         findings += exclude.findings
         weight_only = qc.weight_only_modules(schema, quant)
     findings += [finding for moe in schema.moe_layers for finding in _pre_quant_scale(moe)]
     return Checkpoint(source, config, schema, quant, exclude, weight_only, previous, tuple(findings))
+
+
+def _is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether lm_head is tied to the embedding, by config.json or its text_config."""
+    text = config.get("text_config")
+    sections = (config, text if isinstance(text, Mapping) else {})
+    return any(section.get("tie_word_embeddings") is True for section in sections)
 
 
 def _pre_quant_scale(moe: MoeLayer) -> list[Finding]:
@@ -358,9 +364,7 @@ def _indexes(plan: Plan, always: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     for folder, tensors in folders.items():
         if not always and len({tensor.file for tensor in tensors}) == 1:
             continue
-        weight_map = {tensor.name: tensor.file.rpartition("/")[2] for tensor in tensors}
-        total = sum(tensor.nbytes for tensor in tensors)
-        yield folder, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        yield folder, index_of(tensors)
 
 
 def _manifest(prepared: Prepared, number: int, outcome: Outcome, digests: Mapping[str, str]) -> dict[str, Any]:

@@ -25,9 +25,9 @@ _FUSED: Mapping[str, Projection] = {"gate_up_proj": "gate_up", "down_proj": "dow
 class Dialect:
     """One way to name an expert's tensors.
 
-    `pattern` has the groups moe (path of the MoE block), projection and param, and expert unless `fused`; `module` is the
-    same read backwards, for a linear's path. `separator` stands between that and a parameter's name; `weight` is the
-    parameter of an empty param.
+    `pattern` has the groups moe (path of the MoE block), projection and param, and expert unless `fused`; `module` is
+    the same read backwards, for a linear's path. `separator` stands between that and a parameter's name; `weight` is
+    the parameter of an empty param.
     """
 
     name: str

@@ -39,8 +39,8 @@ class Job:
 class Outcome:
     """What the workers report.
 
-    `digests` by (output key, piece number); `rescaled` by (job, block-scale tensor); `flushed` counts block scales that a
-    layout could not keep, by (job, MoE path).
+    `digests` by (output key, piece number); `rescaled` by (job, block-scale tensor or MoE path); `flushed` counts block
+    scales that a layout could not keep, by (job, MoE path).
     """
 
     digests: dict[tuple[str, int], bytes] = field(default_factory=dict)
@@ -65,12 +65,20 @@ class Context:
     stop: threading.Event
     outcome: Outcome
     lock: threading.Lock
+    local: threading.local
 
     def read(self, tensor: TensorInfo, start: int, length: int) -> bytes:
-        """Bytes of a source tensor. Raises Stopped when the run is ending."""
+        """Bytes of a source tensor, read once per item for all targets. Raises Stopped when the run ends."""
         if self.stop.is_set():
             raise Stopped
-        return read_range(self.descriptors[tensor.file], tensor.file, tensor.start + start, length)
+        shared: dict[tuple[str, int, int], bytes] | None = self.local.shared
+        key = (tensor.name, start, length)
+        if shared is not None and key in shared:
+            return shared[key]
+        data = read_range(self.descriptors[tensor.file], tensor.file, tensor.start + start, length)
+        if shared is not None:
+            shared[key] = data
+        return data
 
     def put(self, key: str, data: bytes | bytearray | memoryview, piece: int = 0) -> None:
         """Write and hash a whole output tensor, or slice `piece` of a stacked one."""
@@ -107,7 +115,8 @@ def execute(
         for shard in plan.shards:
             output.open_shard(shard)
         stop = threading.Event()
-        context = Context(source, plan, jobs, output, descriptors, progress, stop, Outcome(), threading.Lock())
+        lock, local = threading.Lock(), threading.local()
+        context = Context(source, plan, jobs, output, descriptors, progress, stop, Outcome(), lock, local)
         with ThreadPoolExecutor(workers, thread_name_prefix="nvfp4prep") as pool:
             futures = [pool.submit(_run_item, context, item) for item in plan.items]
             try:
@@ -122,11 +131,15 @@ def execute(
 
 
 def _run_item(context: Context, item: Item) -> None:
+    shared = len(item.steps) > 1 and any(isinstance(step, Pack) for step in item.steps)
+    context.local.shared = {} if shared else None
     try:
         for step in item.steps:
             _run_step(context, step)
     except MemoryError:
         raise EnvironmentFault(f"{item.label}: out of memory; use fewer --workers") from None
+    finally:
+        context.local.shared = None
 
 
 def _run_step(context: Context, step: Step) -> None:
@@ -145,8 +158,9 @@ def _run_step(context: Context, step: Step) -> None:
 
 def _copy(context: Context, step: Copy) -> None:
     hasher = xxhash.xxh3_128()
-    for at in range(step.start, step.start + step.length, _READ_BYTES):
-        data = context.read(step.tensor, at, min(_READ_BYTES, step.start + step.length - at))
+    chunk = _READ_BYTES if context.local.shared is None else max(step.length, 1)
+    for at in range(step.start, step.start + step.length, chunk):
+        data = context.read(step.tensor, at, min(chunk, step.start + step.length - at))
         hasher.update(data)
         for key in step.keys:
             target = context.plan.outputs[key]

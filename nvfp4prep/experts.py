@@ -28,7 +28,7 @@ class Slice:
     end: int
 
 
-# --- checkpoint form <-> logical ----------------------------------------------------------------------------------------
+# --- checkpoint form <-> logical -------------------------------------------------------------------------------------
 
 
 def load_expert(moe: MoeLayer, index: int, read: Read, rescales: Mapping[str, Rescale]) -> tuple[Expert, RescaleCounts]:
@@ -128,7 +128,7 @@ def _merge_halves(gate: Tensor, up: Tensor, order: GateUpOrder) -> Tensor:
     return torch.cat([gate, up], -1)
 
 
-# --- TP -------------------------------------------------------------------------------------------------------------
+# --- TP --------------------------------------------------------------------------------------------------------------
 
 
 def slice_expert(expert: Expert, share: Slice, first_rank: bool) -> Expert:

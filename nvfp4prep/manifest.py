@@ -123,6 +123,7 @@ def total_counts(report: GlobalScaleReport, rescaled: Mapping[str, RescaleCounts
 def counts_entry(counts: RescaleCounts) -> dict[str, Any]:
     """Counts as JSON."""
     return {
+        **({"nan": counts.nan} if counts.nan else {}),
         "blocks": counts.blocks,
         "inexact": counts.inexact,
         "max_relative_error": counts.max_relative_error,
@@ -183,7 +184,7 @@ def build_manifest(
         "target": run["options"]["target"],
         "geometry": dict(facts),
         "outputs": dict(outputs),
-        "digest": "XXH3-128 over the digests of the header and of each tensor's 64 MiB pieces (packed: of each expert), "
+        "digest": "XXH3-128 over the digests of the header and of each tensor's 64 MiB pieces (packed: each expert), "
         "in file order",
         "runs": [*runs, {"nvfp4prep": __version__, **run}],
     }

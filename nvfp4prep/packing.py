@@ -1,6 +1,7 @@
 """Packed targets: which tensors each rank's files hold, and the steps that fill them, one expert at a time.
 
-Names: the engine's parameters under `target.prefix(moe)`; kernel scalars and logical scales under `target.own_prefix(moe)`.
+Names: the engine's parameters under `target.prefix(moe)`; kernel scalars and logical scales under
+`target.own_prefix(moe)`.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def packed_layers(schema: Schema) -> list[MoeLayer]:
     return [moe for moe in schema.moe_layers if moe.format is Format.NVFP4]
 
 
-# --- scales of one rank -----------------------------------------------------------------------------------------------
+# --- scales of one rank ----------------------------------------------------------------------------------------------
 
 
 def expert_value(values: Sequence[float], moe: MoeLayer, expert: int, half: int) -> float:
@@ -118,7 +119,7 @@ def _column(
 
 
 def rank_scales(moe: MoeLayer, experts: range, resolution: Resolution) -> Scales:
-    """Global scales of a rank's experts as resolved. With unequal input scales (`keep`), w13's is the larger of gate and up."""
+    """Global scales of a rank's experts; w13_input is the larger of gate's and up's (they differ under `keep`)."""
     column = {
         (projection, param): _column(moe, projection, param, experts, resolution.values)
         for projection in projections(moe)
@@ -136,7 +137,7 @@ def rank_scales(moe: MoeLayer, experts: range, resolution: Resolution) -> Scales
 def own_scalars(
     moe: MoeLayer, experts: range, job: PackJob, resolution: Resolution, scalars: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Everything under `nvfp4prep.`: the kernel's scalars, the logical scales they come from, and the stored input scales.
+    """Everything under `nvfp4prep.`: the kernel's scalars, the logical scales behind them, the stored input scales.
 
     F32 [E]. raw_input_scale is the larger of gate's and up's, NaN where none is stored.
     """
@@ -174,7 +175,7 @@ def rank_parameters(moe: MoeLayer, rank: Rank, job: PackJob, resolution: Resolut
 
 
 def stacked_names(moe: MoeLayer, target: Target) -> dict[str, str]:
-    """Full name of each of the layout's tensors. No engine has a parameter for NVFP4 experts' biases: they are our own."""
+    """Full name of each of the layout's tensors. No engine has parameters for NVFP4 experts' biases: they are ours."""
     names = target.module.tensor_names(target.engine)
     return {
         tensor: (target.own_prefix(moe) + tensor) if "bias" in tensor else target.prefix(moe) + name
@@ -182,7 +183,7 @@ def stacked_names(moe: MoeLayer, target: Target) -> dict[str, str]:
     }
 
 
-# --- the plan -----------------------------------------------------------------------------------------------------------
+# --- the plan --------------------------------------------------------------------------------------------------------
 
 
 def make_packed_plan(
@@ -242,7 +243,7 @@ def _rank_specs(moe: MoeLayer, rank: Rank, job: PackJob, resolution: Resolution)
     return specs, listed
 
 
-# --- steps --------------------------------------------------------------------------------------------------------------
+# --- steps -----------------------------------------------------------------------------------------------------------
 
 
 def run(context: Context, step: Pack | Parameters | Unpack) -> None:
@@ -342,6 +343,17 @@ def _parameters(context: Context, step: Parameters) -> None:
         context.put(key_of(folder, name), _raw_bytes(value))
 
 
+def read_whole(source: Source, key: str) -> Tensor:
+    """One stored tensor."""
+    info = source.tensors[key]
+    descriptor = source.open_shard(info.file)
+    try:
+        data = bytearray(read_range(descriptor, info.file, info.start, info.nbytes))
+    finally:
+        os.close(descriptor)
+    return torch.frombuffer(data, dtype=DTYPES[info.dtype]).view(info.shape)
+
+
 def _unpack(context: Context, step: Unpack) -> None:
     """One expert from every TP rank's slices back to the checkpoint's own tensors."""
     job = context.jobs[step.job].pack
@@ -349,11 +361,11 @@ def _unpack(context: Context, step: Unpack) -> None:
     target, moe = job.target, step.moe
     ep_rank, position = divmod(step.expert, moe.expert_count // target.ep)
     parts = []
+    tensors = context.source.tensors
+    read = reader(context.read, tensors)
     for tp_rank in range(target.tp):
         rank = Rank(tp_rank, ep_rank)
-        tensors = context.source.tensors
         folder = target.folder(rank)
-        read = reader(context.read, tensors)
         packed = {
             tensor: read(key_of(folder, name), position)
             for tensor, name in stacked_names(moe, target).items()
@@ -388,7 +400,7 @@ def stored_facts(moe: MoeLayer, rank: Rank, position: int, target: Target, read:
     return replace(facts, g1_alpha=alphas[0], g1_alpha_up=alphas[1], g2_alpha=alphas[2])
 
 
-# --- what the manifest says --------------------------------------------------------------------------------------------
+# --- what the manifest says ------------------------------------------------------------------------------------------
 
 
 def manifest_entry(job: PackJob, schema: Schema) -> dict[str, Any]:
@@ -423,7 +435,7 @@ def manifest_entry(job: PackJob, schema: Schema) -> dict[str, Any]:
 def logical_entry(
     schema: Schema, policy: ScalePolicy, metadata: Mapping[str, str], max_shard_bytes: int, quant: QuantConfig
 ) -> dict[str, Any]:
-    """What `unpack` needs to write the `hf` checkpoint again: names, shapes and dtypes of the experts' own tensors, configs."""
+    """What `unpack` needs to write the `hf` checkpoint again: specs of the experts' own tensors, and the configs."""
     return {
         "metadata": dict(metadata),
         "max_shard_bytes": max_shard_bytes,
@@ -454,7 +466,7 @@ def _has_input_scale(moe: MoeLayer) -> bool:
     return any("input_scale" in linear.params for linear in (*moe.w13, *moe.w2))
 
 
-# --- what packing needs to know of a whole layer -----------------------------------------------------------------------
+# --- what packing needs to know of a whole layer ---------------------------------------------------------------------
 
 
 def with_facts(job: PackJob, source: Source, schema: Schema, resolution: Resolution, workers: int) -> PackJob:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from nvfp4prep.dialects import natural_key
 from nvfp4prep.header import DTYPE_BITS, HeaderError, TensorInfo, build_header, tensor_bytes
@@ -107,7 +108,7 @@ class Plan:
     """Everything that will be written except the configs and side files.
 
     `outputs` maps each output's key, its folder and name, to its TensorInfo (file and absolute offsets in the output).
-    `stacked` are keys that are written, and hashed, expert by expert. `imputed` are names that the source does not have.
+    `stacked` are keys that are written, and hashed, expert by expert; `imputed` names that the source does not have.
     """
 
     shards: tuple[Shard, ...]
@@ -171,7 +172,7 @@ def logical_steps(
     folder: str,
     job: int,
 ) -> tuple[dict[str, Spec], list[tuple[str, Step]], list[str]]:
-    """Specs of all tensors in the checkpoint's own form, labelled steps, and imputed names; `skip` names modules left out."""
+    """Specs of tensors in the checkpoint's own form, labelled steps, imputed names; modules in `skip` are left out."""
     specs: dict[str, Spec] = {}
     steps: list[tuple[str, Step]] = []
     imputed: list[str] = []
@@ -270,6 +271,13 @@ def outputs_of(shards: Iterable[Shard], folder: str) -> dict[str, TensorInfo]:
             outputs[key_of(folder, name)] = TensorInfo(name, dtype, shape, shard.file, position, end)
             position = end
     return outputs
+
+
+def index_of(tensors: Iterable[TensorInfo]) -> dict[str, Any]:
+    """model.safetensors.index.json for the tensors of one folder."""
+    found = {tensor.name: tensor for tensor in tensors}
+    weight_map = {name: found[name].file.rpartition("/")[2] for name in sorted(found)}
+    return {"metadata": {"total_size": sum(tensor.nbytes for tensor in found.values())}, "weight_map": weight_map}
 
 
 def gather(steps: Iterable[tuple[str, Step]]) -> tuple[Item, ...]:

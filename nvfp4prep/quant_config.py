@@ -82,15 +82,6 @@ def read_quant_config(
         )
         nested_section = None
     method = str((flat_section or {}).get("quant_method", "modelopt"))
-    if method == "nvfp4prep":
-        return None, [
-            Finding(
-                "already-packed",
-                "error",
-                "this checkpoint is already packed for a kernel by nvfp4prep; start from its source",
-                CONFIG,
-            )
-        ]
     if not method.startswith("modelopt"):
         return None, [
             Finding(
@@ -393,7 +384,7 @@ def rewrite_exclude(schema: Schema, exclude: Sequence[str], tied: bool) -> Exclu
     plain |= {moe.container for moe in schema.moe_layers if moe.format is Format.UNQUANTIZED}
     quantized = [linear.module for linear in schema.linears.values() if linear.format is not Format.UNQUANTIZED]
     quantized += [moe.container for moe in schema.moe_layers if moe.format is not Format.UNQUANTIZED]
-    if tied and "lm_head" not in quantized:
+    if tied and not any(module.rpartition(".")[2] == "lm_head" for module in (*plain, *quantized)):
         plain.add("lm_head")
     corrupted = [entry for entry in exclude if not entry or not entry.isprintable()]
     match = _matcher([*plain, *quantized])

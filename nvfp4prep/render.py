@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -77,7 +78,7 @@ def _decisions(prepared: Prepared) -> str:
 
 
 def scale_table(
-    inputs: Sequence[InputScaleReport], globals_: Sequence[GlobalScaleReport], rescaled: dict[str, RescaleCounts]
+    inputs: Sequence[InputScaleReport], globals_: Sequence[GlobalScaleReport], rescaled: Mapping[str, RescaleCounts]
 ) -> Table:
     """Per layer: spread of input scales, ratio of global scales, and what unifying did to block scales."""
     table = Table(title="scales", title_justify="left", box=None, header_style="bold", padding=(0, 1))
@@ -106,19 +107,51 @@ def rescale_text(counts: RescaleCounts) -> str:
     text = f"{counts.inexact:,} of {counts.blocks:,} blocks inexact, largest error {counts.max_relative_error:.2%}"
     lost = [f"{counts.became_subnormal:,} became subnormal"] if counts.became_subnormal else []
     lost += [f"{counts.became_zero:,} became zero"] if counts.became_zero else []
+    lost += [f"{counts.nan:,} are NaN in the source"] if counts.nan else []
     return ", ".join([text, *lost])
 
 
-def result(prepared: Prepared, done: Result) -> RenderableType:
+def result(targets_: Sequence[Prepared], done: Result) -> RenderableType:
     """What was written."""
     lines: list[RenderableType] = []
+    for number, prepared in enumerate(targets_):
+        if len(targets_) > 1:
+            lines.append(Text(f"{prepared.options.target}:"))
+        lines += _rescaled(prepared, done.rescaled(number))
+        flushed = sum(count for (job, _), count in done.outcome.flushed.items() if job == number)
+        if flushed:
+            text = f"{flushed:,} block scales are too small for this kernel and became zero; unpack can't restore them"
+            lines.append(Text(text, style="yellow"))
+    written = sum(entry["bytes"] for manifest in done.manifests for entry in manifest["outputs"].values())
+    lines.append(Text(f"Done: {done.out} ({size(written)}); nvfp4prep.json says what was changed.", style="green"))
+    if [prepared.options.target for prepared in targets_] == ["hf"]:
+        lines.append(Text("For Blackwell (B200, B300), --target flashinfer-trtllm packs the experts for its kernel."))
+    return Group(*lines)
+
+
+def _rescaled(prepared: Prepared, rescaled: Mapping[str, RescaleCounts]) -> list[Text]:
+    lines = []
     for report in prepared.resolution.global_scales:
         if report.unified:
-            counts = total_counts(report, done.rescaled())
+            counts = total_counts(report, rescaled)
             where = report.where if report.layer is None else f"layer {report.layer}: {report.where}"
             lines.append(
                 Text(f"{where}: {len(report.pairs)} of {report.total} weight_scale_2 unified, {rescale_text(counts)}")
             )
-    written = sum(entry["bytes"] for entry in done.manifest["outputs"].values())
-    lines.append(Text(f"Done: {done.out} ({size(written)}); nvfp4prep.json says what was changed.", style="green"))
-    return Group(*lines)
+    return lines
+
+
+def targets(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The table of packed targets, a row for each engine."""
+    table = Table(box=None, header_style="bold", padding=(0, 1))
+    columns = ("target", "kernel", "gpus", "engine", "alignment", "alphas", "input_scale", "biases", "tp_ep", "eplb")
+    for column in columns:
+        table.add_column({"gpus": "GPUs", "tp_ep": "TP/EP", "eplb": "EPLB"}.get(column, column), overflow="fold")
+    before = None
+    for row in rows:
+        shown = [str(row[column]) for column in columns]
+        if row["target"] == before:
+            shown[:3] = "", "", ""
+        before = row["target"]
+        table.add_row(*shown)
+    return table

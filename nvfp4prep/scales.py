@@ -314,8 +314,9 @@ class _Fault:
 
     @property
     def label(self) -> str:
-        projection = self.linear.module.rpartition(".")[2]
-        return projection if self.expert is None or self.linear.experts else f"{self.expert}.{projection}"
+        names = self.linear.module.split(".")
+        projection = names[-2] if names[-1].isdecimal() else names[-1]  # experts.gate_proj.3
+        return projection if self.expert is None else f"{self.expert}.{projection}"
 
 
 def _experts(faults: Iterable[_Fault]) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
@@ -54,7 +54,9 @@ def read_range(descriptor: int, file: str, start: int, length: int) -> bytes:
         except OSError as error:
             raise EnvironmentFault(f"{file}: reading at byte {start} failed: {error.strerror}") from None
         if not part:
-            raise EnvironmentFault(f"{file}: ends at byte {start}, {length} bytes missing; it changed while being read")
+            raise EnvironmentFault(
+                f"{file}: nothing at byte {start}, {length} bytes missing; it changed while being read"
+            )
         parts.append(part)
         start += len(part)
         length -= len(part)
@@ -102,6 +104,7 @@ def refuse(rule: str, message: str, **place: Any) -> NoReturn:
 def read_directory(root: Path, *, spec: str, revision: str | None) -> Source:
     """Headers of all shards of a local directory, checked against the index and against each other."""
     files = sorted(_model_files(root))
+    _refuse_packed(root)
     shard_names = [name for name in files if name.endswith(".safetensors") and "/" not in name]
     index = _read_index(root) if INDEX in files else None
     if index is not None:
@@ -135,6 +138,47 @@ def read_directory(root: Path, *, spec: str, revision: str | None) -> Source:
         findings += _compare_index(index, tensors)
     side_files = tuple(name for name in files if name not in shards and name != INDEX)
     return Source(root, spec, revision, shards, metadata, tensors, side_files, tuple(findings))
+
+
+def _refuse_packed(root: Path) -> None:
+    """Refuse one of our own packed outputs, naming layout and engine."""
+    section = (read_json(root, "config.json") or {}).get("quantization_config")
+    if isinstance(section, dict) and section.get("quant_method") == "nvfp4prep":
+        layout, engine = section.get("layout"), section.get("engine")
+        refuse(
+            "already-packed",
+            f"already packed as {layout} for {engine}; convert its source, or get it back with nvfp4prep unpack",
+            file="config.json",
+        )
+
+
+def read_packed(root: Path, folders: Sequence[str]) -> Source:
+    """Headers of a packed output, whose folders each have an index; tensors are keyed by folder and name.
+
+    Raises:
+        InputRefused: a folder, file or tensor is missing or damaged.
+    """
+    files = sorted(_model_files(root))
+    tensors: dict[str, TensorInfo] = {}
+    shards: dict[str, int] = {}
+    metadata: dict[str, str] = {}
+    for folder in folders:
+        prefix = f"{folder}/" if folder else ""
+        if prefix + INDEX not in files:
+            refuse("rank-missing", "not there; copy the whole output", file=prefix + INDEX)
+        index = {name: prefix + shard for name, shard in _read_index(root / folder).items()}
+        here = [name for name in files if name.startswith(prefix) and name.endswith(".safetensors")]
+        here = [name for name in here if "/" not in name[len(prefix) :]]
+        _check_shards_exist(index, here)
+        found: dict[str, TensorInfo] = {}
+        for name in here:
+            shards[name], listed, metadata = _read_shard_header(root, name)
+            found |= {tensor.name: tensor for tensor in listed}
+        _compare_index(index, found)
+        tensors |= {prefix + name: tensor for name, tensor in found.items()}
+    indexes = {f"{folder}/{INDEX}" if folder else INDEX for folder in folders}
+    side_files = tuple(name for name in files if name not in shards and name not in indexes)
+    return Source(root, root.resolve().name, None, shards, metadata, tensors, side_files, ())
 
 
 def _model_files(root: Path) -> Iterable[str]:

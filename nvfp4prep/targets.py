@@ -271,3 +271,30 @@ def _error(message: str, target: Target, moe: MoeLayer | None = None) -> Finding
         f"{target.layout}/{target.engine}: {message}",
         layer=None if moe is None else moe.layer,
     )
+
+
+def target_table() -> list[dict[str, Any]]:
+    """One row per layout and engine, for people and JSON."""
+    rows = []
+    for layout in LAYOUTS.values():
+        requires = layout.REQUIRES
+        for engine, rules in requires.engines.items():
+            odd = f" ({rules.pad_odd_hidden} if H % 128)" if rules.pad_odd_hidden else ""
+            hidden = f"H % {rules.hidden_multiple}" + (f", H to {rules.pad_hidden}" if rules.pad_hidden > 1 else "")
+            rows.append(
+                {
+                    "target": layout.NAME,
+                    "kernel": requires.kernel,
+                    "gpus": " ".join(gpu.upper() for gpu in requires.gpus),
+                    "engine": f"{engine} {ENGINE_VERSIONS[engine]}",
+                    "backend": rules.backend,
+                    "layout_id": f"{layout.NAME}/{engine}/{layout.VERSION}",
+                    "alignment": f"{hidden}; I to {rules.pad_gated}{odd}, not gated {rules.pad_plain}",
+                    "alphas": "two, exact" if requires.alphas == 2 else "one, unified",
+                    "input_scale": "needed" if requires.input_scales else "not used",
+                    "biases": "yes" if requires.biases else "no",
+                    "tp_ep": "both",
+                    "eplb": "expert-major",
+                }
+            )
+    return rows

@@ -113,6 +113,7 @@ class PartialOutput:
         """Create a shard at its final size with its header."""
         path = self.partial / shard.file
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
             self._descriptors[shard.file] = descriptor
             _preallocate(descriptor, shard.nbytes)

@@ -453,6 +453,9 @@ def test_nan_block_scales_stay_nan(checkpoint: Fetch, tmp_path: Path) -> None:
     oracle.check(source, tmp_path / "out", oracle.Choices())
     codes = oracle.read(tmp_path / "out").tensors["model.layers.0.mlp.experts.0.up_proj.weight_scale"].codes
     assert (codes[0, 0], codes[1, 1]) == (0x7F, 0xFF)
+    run = json.loads((tmp_path / "out" / "nvfp4prep.json").read_text())["runs"][-1]
+    entry = next(entry for entry in run["weight_scale_2"] if entry["where"] == "model.layers.0.mlp")
+    assert entry["block_scales"]["nan"] == 2 * 8
 
 
 # --- manifest --------------------------------------------------------------------------------------------------------
@@ -563,7 +566,7 @@ def test_source_that_shrinks_during_the_run(checkpoint: Fetch, tmp_path: Path) -
     prepared = plan_of(source)
     with (source / "model.safetensors").open("r+b") as file:
         file.truncate(500_000)
-    with pytest.raises(EnvironmentFault, match=r"model\.safetensors: ends at byte \d+, \d+ bytes missing"):
+    with pytest.raises(EnvironmentFault, match=r"model\.safetensors: nothing at byte \d+, \d+ bytes missing"):
         write(prepared, tmp_path / "out", overwrite=False, workers=3, progress=lambda _: None)
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
 

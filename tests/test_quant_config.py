@@ -304,7 +304,7 @@ def test_spellings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "rule"), [("nvfp4prep", "already-packed"), ("fp8", "not-modelopt"), ("awq", "not-modelopt")]
+    ("method", "rule"), [("nvfp4prep", "not-modelopt"), ("fp8", "not-modelopt"), ("awq", "not-modelopt")]
 )
 def test_other_methods(method: str, rule: str) -> None:
     quant, findings = read_quant_config(flat(quant_method=method), nested())
@@ -325,8 +325,8 @@ def test_rewritten_where_it_stood(top: bool) -> None:
     old = {"text_config": {"hidden": 1, "quantization_config": {"quant_algo": "OLD"}}, "x": [1]}
     config = old | ({"quantization_config": {"quant_algo": "OLD"}} if top else {})
     quant = QuantConfig("NVFP4", ("lm_head",), group_size=16)
-    written = rewritten_config(config, quant)
     section = quantization_config(quant)
+    written = rewritten_config(config, section)
     text = {"hidden": 1} if top else {"hidden": 1, "quantization_config": section}
     assert written == {"text_config": text, "x": [1], **({"quantization_config": section} if top else {})}
     assert config["text_config"]["quantization_config"] == {"quant_algo": "OLD"}

@@ -147,7 +147,7 @@ def test_read_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pread", lambda fd, length, at: real(fd, min(length, 7), at))  # short reads
     assert read_range(descriptor, "x", 10, 50) == bytes(range(10, 60))
     assert read_range(descriptor, "x", 10, 0) == b""
-    with pytest.raises(EnvironmentFault, match="x: ends at byte 100, 1 bytes missing"):
+    with pytest.raises(EnvironmentFault, match="x: nothing at byte 100, 1 bytes missing"):
         read_range(descriptor, "x", 90, 11)
     os.close(descriptor)
 
