@@ -29,11 +29,13 @@ from nvfp4prep.plan import (
     Shard,
     Spec,
     Unpack,
+    aligned,
     gather,
     key_of,
     logical_steps,
     outputs_of,
-    place,
+    shards_of,
+    split,
 )
 from nvfp4prep.quant_config import QuantConfig, hf_quant_config, quantization_config
 from nvfp4prep.scales import E4M3_NAN, RescaleCounts, Resolution, ScalePolicy, output_shape
@@ -209,38 +211,39 @@ def make_packed_plan(
     shards: list[Shard] = []
     stacked: set[str] = set()
     outputs: dict[str, TensorInfo] = {}
-
-    def add(ordered: Sequence[str], table: Mapping[str, Spec], folder: str) -> None:
-        placed = place(ordered, table, metadata, max_shard_bytes, folder)
-        shards.extend(placed)
-        outputs.update(outputs_of(placed, folder))
-
-    order = sorted(specs, key=natural_key)
+    files = [aligned(names, specs) for names in split(sorted(specs, key=natural_key), specs, max_shard_bytes)]
     if not target.flat:
-        add(order, specs, common)
+        shards += shards_of(files, specs, metadata, common)
+        outputs |= outputs_of(shards, common)
     for rank in target.ranks():
         folder = job.rank_folder(rank)
-        mine: dict[str, Spec] = {}
+        big: dict[str, Spec] = {}
+        small: dict[str, Spec] = {}
         for moe in layers:
-            rank_specs, names = _rank_specs(moe, rank, job, resolution)
-            mine |= rank_specs
-            stacked |= {key_of(folder, name) for name in names}
+            big |= _stacked_specs(moe, rank, target)
+            small |= _small_specs(moe, rank, job, resolution)
             steps.append((f"{moe.path} parameters {folder}", Parameters(moe, rank, number)))
-        add([*order, *mine] if target.flat else list(mine), {**specs, **mine} if target.flat else mine, folder)
+        mine = big | small
+        # Stacked tensors layer by layer, as they are loaded; their sizes keep what follows aligned. Small ones last.
+        own = split([*big, *aligned(list(small), small)], mine, max_shard_bytes)
+        stacked |= {key_of(folder, name) for name in big}
+        placed = shards_of([*files, *own] if target.flat else own, {**specs, **mine}, metadata, folder)
+        shards += placed
+        outputs |= outputs_of(placed, folder)
     return Plan(tuple(shards), outputs, gather(steps), tuple(imputed), frozenset(stacked))
 
 
-def _rank_specs(moe: MoeLayer, rank: Rank, job: PackJob, resolution: Resolution) -> tuple[dict[str, Spec], list[str]]:
-    """Specs of a layer's tensors for one rank in load order, and which of them are stacked over experts."""
-    target = job.target
+def _stacked_specs(moe: MoeLayer, rank: Rank, target: Target) -> dict[str, Spec]:
+    """Specs of a layer's packed tensors for one rank, stacked over its experts, in load order."""
     count = len(target.experts(moe, rank.ep))
     names = stacked_names(moe, target)
     shapes = target.module.shapes(target.geometry(moe, rank.tp))
-    specs: dict[str, Spec] = {names[tensor]: (dtype, (count, *shape)) for tensor, (dtype, shape) in shapes.items()}
-    listed = list(specs)
-    for name, value in rank_parameters(moe, rank, job, resolution).items():
-        specs[name] = (_NAMES[value.dtype], tuple(value.shape))
-    return specs, listed
+    return {names[tensor]: (dtype, (count, *shape)) for tensor, (dtype, shape) in shapes.items()}
+
+
+def _small_specs(moe: MoeLayer, rank: Rank, job: PackJob, resolution: Resolution) -> dict[str, Spec]:
+    parameters = rank_parameters(moe, rank, job, resolution)
+    return {name: (_NAMES[value.dtype], tuple(value.shape)) for name, value in parameters.items()}
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def make_plan(
         job: index of this target in the run.
     """
     specs, steps, imputed = logical_steps(tensors, schema, policy, weight_only, frozenset(), folder, job)
-    shards = place(sorted(specs, key=natural_key), specs, metadata, max_shard_bytes, folder)
+    shards = place(specs, metadata, max_shard_bytes, folder)
     return Plan(shards, outputs_of(shards, folder), gather(steps), tuple(imputed))
 
 
@@ -234,22 +234,31 @@ def _rescalable(schema: Schema, policy: ScalePolicy) -> frozenset[str]:
     return frozenset(member.module for member in members)
 
 
-def place(
-    ordered: Sequence[str], specs: Mapping[str, Spec], metadata: Mapping[str, str], limit: int, folder: str
-) -> tuple[Shard, ...]:
-    """Fill files in the order given; inside a file larger dtypes come first, so that all tensors are aligned."""
+def split(ordered: Sequence[str], specs: Mapping[str, Spec], limit: int) -> list[list[str]]:
+    """Names cut into files of at most `limit` bytes of tensors, in the order given."""
     files: list[list[str]] = [[]]
     held = 0
-    sizes = {name: tensor_bytes(dtype, shape) for name, (dtype, shape) in specs.items()}
     for name in ordered:
-        if files[-1] and held + sizes[name] > limit:
+        nbytes = tensor_bytes(*specs[name])
+        if files[-1] and held + nbytes > limit:
             files.append([])
             held = 0
         files[-1].append(name)
-        held += sizes[name]
+        held += nbytes
+    return files
+
+
+def aligned(names: Sequence[str], specs: Mapping[str, Spec]) -> list[str]:
+    """Larger dtypes first, as safetensors itself writes, so that every tensor is aligned; else the order given."""
+    return sorted(names, key=lambda name: -DTYPE_BITS[specs[name][0]])
+
+
+def shards_of(
+    files: Sequence[Sequence[str]], specs: Mapping[str, Spec], metadata: Mapping[str, str], folder: str
+) -> tuple[Shard, ...]:
+    """Output files with the tensors named, one after another as given."""
     shards = []
     for number, names in enumerate(files, 1):
-        names.sort(key=lambda name: -DTYPE_BITS[specs[name][0]])  # stable: the order given within a dtype size
         base = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
         tensors = tuple((name, *specs[name]) for name in names)
         file = key_of(folder, base)
@@ -257,8 +266,14 @@ def place(
             header = build_header(tensors, metadata)
         except HeaderError as error:
             refuse("header-too-large", str(error), file=file)
-        shards.append(Shard(file, tensors, header, len(header) + sum(sizes[name] for name in names)))
+        shards.append(Shard(file, tensors, header, len(header) + sum(tensor_bytes(*specs[name]) for name in names)))
     return tuple(shards)
+
+
+def place(specs: Mapping[str, Spec], metadata: Mapping[str, str], limit: int, folder: str) -> tuple[Shard, ...]:
+    """Output files of a checkpoint in its own form: natural order of names, aligned inside each file."""
+    files = split(sorted(specs, key=natural_key), specs, limit)
+    return shards_of([aligned(names, specs) for names in files], specs, metadata, folder)
 
 
 def outputs_of(shards: Iterable[Shard], folder: str) -> dict[str, TensorInfo]:

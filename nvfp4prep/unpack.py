@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
-from nvfp4prep.dialects import DIALECTS, natural_key
+from nvfp4prep.dialects import DIALECTS
 from nvfp4prep.errors import InputRefused
 from nvfp4prep.execute import Job, execute, shard_digests
 from nvfp4prep.findings import Finding
@@ -176,7 +176,7 @@ def _plan(packed: Packed, metadata: Mapping[str, str], max_shard_bytes: int) -> 
     for name in packed.experts:
         if name.endswith(SCALAR_PARAMS):
             steps.append((name, Fill(name, name, 0)))
-    shards = place(sorted(specs, key=natural_key), specs, metadata, max_shard_bytes, "")
+    shards = place(specs, metadata, max_shard_bytes, "")
     fused = [linear for moe in packed.layers for linear in (moe.gate_up, moe.down) if linear is not None]
     stacked = {info.name for linear in fused for param, info in linear.params.items() if param not in SCALAR_PARAMS}
     return Plan(shards, outputs_of(shards, ""), gather(steps), (), frozenset(stacked))
