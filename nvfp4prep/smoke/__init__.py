@@ -1,0 +1,1 @@
+"""The smoke check: a packed MoE layer on a real kernel or the emulator, against references."""
