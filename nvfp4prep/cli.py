@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from nvfp4prep import __version__
-from nvfp4prep.errors import EXIT_ENVIRONMENT, EXIT_INTERRUPTED, InputRefused, Stop
+from nvfp4prep.errors import EXIT_ENVIRONMENT, EXIT_INTERRUPTED, EXIT_TERMINATED, InputRefused, Stop, UsageFault
 from nvfp4prep.findings import printable
 
 if TYPE_CHECKING:
@@ -36,7 +39,27 @@ _SIZE_UNITS = {
 }
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class _Main(click.Group):
+    """Usage errors as JSON too, where --json is asked for."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        asked = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
+        if "--json" not in asked or not kwargs.get("standalone_mode", True):
+            return super().main(*args, **kwargs)
+        try:
+            super().main(*args, **{**kwargs, "standalone_mode": False})
+        except click.ClickException as error:
+            error.show()
+            _print_json({"error": {"exit_code": error.exit_code, "message": error.format_message()}})
+            sys.exit(error.exit_code)
+        except click.exceptions.Exit as end:
+            sys.exit(end.exit_code)
+        except click.Abort:
+            sys.exit(EXIT_INTERRUPTED)
+        return None
+
+
+@click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="nvfp4prep")
 def main() -> None:
     """Turn a ModelOpt NVFP4 checkpoint into one that serving engines agree on.
@@ -88,7 +111,7 @@ def _with_output_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@main.command()
+@main.command(short_help="Make a checkpoint that engines agree on, or pack it for a kernel.")
 @click.argument("src")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
@@ -163,15 +186,20 @@ def convert(
     """Convert SRC, a directory or Hub repo (org/name[@revision]), to OUT, a new directory."""
     from nvfp4prep import convert as conversion
     from nvfp4prep import writer
+    from nvfp4prep.checkpoint import read_checkpoint
 
     if quiet and verbose:
         raise click.UsageError("-q and -v exclude each other")
     with _stops(as_json):
         threads = workers or conversion.default_workers()
         names = _resolve_targets(targets, gpu)
-        if not dry_run:
+        try:
             writer.check_destination(out, Path(src), overwrite=overwrite)
-        checkpoint = conversion.read_checkpoint(src)
+        except UsageFault as fault:
+            if not dry_run:
+                raise
+            click.echo(f"a real run would stop here: {fault}", err=True)
+        checkpoint = read_checkpoint(src)
         prepared = []
         for number, name in enumerate(names):
             options = conversion.Options(name, max_shard_bytes=max_shard_size, **choices)
@@ -185,10 +213,10 @@ def convert(
             if as_json:
                 _print_json({"dry_run": True, **shown})
             elif not quiet:
-                click.echo("Dry run: nothing was written.")
+                _print_dry_run(prepared)
             return
         total = sum(one.plan.nbytes_of_tensors for one in prepared)
-        with _progress(total, enabled=not (as_json or quiet)) as advance:
+        with _progress(total, bar=not as_json, enabled=not quiet) as advance:
             result = conversion.write_all(prepared, out, overwrite=overwrite, workers=threads, progress=advance)
         if as_json:
             last = {"manifest": result.manifest} if len(names) == 1 else {"manifests": list(result.manifests)}
@@ -213,7 +241,7 @@ def _resolve_targets(targets: tuple[str, ...], gpu: str | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-@main.command()
+@main.command(short_help="Get the hf checkpoint back from a packed one.")
 @click.argument("packed", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @_with_output_options
@@ -224,7 +252,7 @@ def unpack(packed: Path, out: Path, workers: int | None, overwrite: bool, as_jso
 
     with _stops(as_json):
         found = unpacking.prepare(packed, out, overwrite=overwrite)
-        with _progress(found.plan.nbytes_of_tensors, enabled=not (as_json or quiet)) as advance:
+        with _progress(found.plan.nbytes_of_tensors, bar=not as_json, enabled=not quiet) as advance:
             manifest = unpacking.write(
                 found, out, overwrite=overwrite, workers=workers or default_workers(), progress=advance
             )
@@ -234,7 +262,7 @@ def unpack(packed: Path, out: Path, workers: int | None, overwrite: bool, as_jso
             click.echo(f"Done: {out}; unpacked from {found.packed.target.layout_id}.")
 
 
-@main.command()
+@main.command(short_help="List the packed targets.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else there.")
 def targets(as_json: bool) -> None:
     """List the packed targets: kernel, GPUs, engines, alignment, scalars, what they need."""
@@ -245,10 +273,10 @@ def targets(as_json: bool) -> None:
     if as_json:
         _print_json({"targets": rows})
     else:
-        _console().print(render.targets(rows))
+        _print(render.targets(rows))
 
 
-@main.command()
+@main.command(short_help="Show what a checkpoint holds and what engines do with it.")
 @click.argument("src")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else there.")
 @click.option("--layer", type=click.IntRange(0), help="Only this layer, expert by expert.")
@@ -263,30 +291,41 @@ def inspect(src: str, as_json: bool, layer: int | None) -> None:
         else:
             from nvfp4prep import inspection_view
 
-            _console().print(inspection_view.inspection(found))
+            _print(inspection_view.inspection(found))
 
 
 # --- how a run ends ------------------------------------------------------------------------------------------------
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: ended as cleanly as SIGINT."""
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise _Terminated
+
+
 @contextmanager
 def _stops(as_json: bool) -> Iterator[None]:
     """Turn every expected stop into a message on stderr (and JSON on stdout) and its exit code."""
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     except Stop as stop:
         findings: tuple[Finding, ...] = stop.findings if isinstance(stop, InputRefused) else ()
         lines = [str(finding) for finding in findings] or [str(stop)]
         _end(stop.exit_code, lines, findings, as_json)
+    except _Terminated:
+        _end(EXIT_TERMINATED, ["terminated; nothing was left behind"], (), as_json)
     except KeyboardInterrupt:
         _end(EXIT_INTERRUPTED, ["interrupted; nothing was left behind"], (), as_json)
-    except BrokenPipeError:
-        raise
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         _end(EXIT_ENVIRONMENT, [f"{place}{error.strerror or error}"], (), as_json)
     except MemoryError:
         _end(EXIT_ENVIRONMENT, ["out of memory; use fewer --workers"], (), as_json)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(code: int, lines: list[str], findings: tuple[Finding, ...], as_json: bool) -> NoReturn:
@@ -306,25 +345,60 @@ def _end(code: int, lines: list[str], findings: tuple[Finding, ...], as_json: bo
 
 
 def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, ensure_ascii=False))
+    _say(json.dumps(value, ensure_ascii=False) + "\n")
 
 
-def _console() -> Any:
+def _say(text: str) -> None:
+    """Text on stdout; a reader that went away must not turn finished work into a failure."""
+    try:
+        click.echo(text, nl=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - the interpreter closes it
+
+
+def _print(renderable: Any) -> None:
+    """A rich renderable: in colour and in the terminal's width, or plain lines without padding."""
     from rich.console import Console
 
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    if sys.stdout.isatty():
+        Console(highlight=False).print(renderable)
+        return
+    console = Console(highlight=False, width=_PIPE_WIDTH, file=io.StringIO(), soft_wrap=True)
+    console.print(renderable, soft_wrap=True)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    _say("".join(line.rstrip() + "\n" for line in lines))
 
 
 def _print_plan(prepared: Prepared, verbose: bool) -> None:
     from nvfp4prep import render
 
-    _console().print(render.plan(prepared, verbose))
+    _print(render.plan(prepared, verbose))
+
+
+def _print_dry_run(prepared: list[Prepared]) -> None:
+    from rich.console import Group
+
+    from nvfp4prep import inspection_view, render
+    from nvfp4prep.inspection import outlook_of
+
+    for one in prepared:
+        _print(Group(*render.shard_list(one)))
+        if one.job.pack is None:
+            _print(Group(*inspection_view.left_after(outlook_of(one))))
+    _say("Dry run: nothing was written.\n")
 
 
 def _print_result(prepared: list[Prepared], result: Result) -> None:
-    from nvfp4prep import render
+    from rich.console import Group
 
-    _console().print(render.result(prepared, result))
+    from nvfp4prep import inspection_view, render
+    from nvfp4prep.inspection import outlook_of
+
+    for one in prepared:
+        if one.job.pack is None:
+            _print(Group(*inspection_view.left_after(outlook_of(one))))
+    _print(render.result(prepared, result))
 
 
 def _plan_json(prepared: Prepared) -> dict[str, Any]:
@@ -334,9 +408,9 @@ def _plan_json(prepared: Prepared) -> dict[str, Any]:
 
 
 @contextmanager
-def _progress(total: int, *, enabled: bool) -> Iterator[Callable[[int], None]]:
+def _progress(total: int, *, bar: bool, enabled: bool) -> Iterator[Callable[[int], None]]:
     """A bar with bytes, rate and ETA on a terminal; a line every few seconds otherwise; silent when not enabled."""
-    if enabled and sys.stderr.isatty():
+    if enabled and bar and sys.stderr.isatty():
         with _bar(total) as advance:
             yield advance
     else:

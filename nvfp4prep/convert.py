@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
+from nvfp4prep.checkpoint import Checkpoint, read_checkpoint, scale_values
 from nvfp4prep.errors import InputRefused
 from nvfp4prep.execute import Job, Outcome, execute, shard_digests
 from nvfp4prep.findings import Finding, errors
@@ -26,9 +28,8 @@ from nvfp4prep.scales import (
     output_shape,
     resolve,
 )
-from nvfp4prep.schema import SCALAR_PARAMS, Format, MoeLayer, Schema, build_schema
-from nvfp4prep.source import INDEX, Source, open_source, read_json
-from nvfp4prep.survey import read_values
+from nvfp4prep.schema import SCALAR_PARAMS, Format, Schema
+from nvfp4prep.source import INDEX
 from nvfp4prep.writer import PartialOutput, check_destination, check_space, file_sizes
 
 if TYPE_CHECKING:
@@ -61,20 +62,6 @@ class Options:
     def policy(self) -> ScalePolicy:
         """How target `hf` resolves scales: it unifies, since no engine reads two global scales right everywhere."""
         return ScalePolicy(self.input_scale, "unify" if self.w13_scale == "auto" else self.w13_scale, self.impute)
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A source read and classified, before any decision."""
-
-    source: Source
-    config: Mapping[str, Any]
-    schema: Schema
-    quant: qc.QuantConfig | None
-    exclude: qc.ExcludeReport | None
-    weight_only: frozenset[str]
-    manifest: Mapping[str, Any] | None
-    findings: tuple[Finding, ...]
 
 
 @dataclass(frozen=True)
@@ -118,74 +105,6 @@ class Result:
     def rescaled(self, job: int = 0) -> dict[str, RescaleCounts]:
         """What rescaling did for one target."""
         return {name: counts for (number, name), counts in self.outcome.rescaled.items() if number == job}
-
-
-def read_checkpoint(spec: str) -> Checkpoint:
-    """Read and classify a checkpoint; what is wrong with it is in its findings.
-
-    Raises:
-        InputRefused: it can't even be read as a checkpoint.
-        EnvironmentFault: I/O.
-    """
-    source = open_source(spec)
-    config = read_json(source.root, qc.CONFIG)
-    if config is None:
-        raise InputRefused(
-            [Finding("no-config", "error", "not there; nvfp4prep needs the model's config.json", qc.CONFIG)]
-        )
-    nested = read_json(source.root, qc.HF_QUANT_CONFIG)
-    schema = build_schema(source.tensors, config)
-    quant, findings = qc.read_quant_config(config, nested)
-    previous, manifest_findings = manifests.read_manifest(source.root)
-    findings = [*source.findings, *findings, *manifest_findings, *schema.findings]
-    exclude, weight_only = None, frozenset[str]()
-    if quant is not None:
-        findings += qc.check_config(schema, quant)
-        exclude = qc.rewrite_exclude(schema, quant.exclude, _is_tied(config))
-        findings += exclude.findings
-        weight_only = qc.weight_only_modules(schema, quant)
-    findings += [finding for moe in schema.moe_layers for finding in _pre_quant_scale(moe)]
-    return Checkpoint(source, config, schema, quant, exclude, weight_only, previous, tuple(findings))
-
-
-def _is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether lm_head is tied to the embedding, by config.json or its text_config."""
-    text = config.get("text_config")
-    sections = (config, text if isinstance(text, Mapping) else {})
-    return any(section.get("tie_word_embeddings") is True for section in sections)
-
-
-def _pre_quant_scale(moe: MoeLayer) -> list[Finding]:
-    """An error when only some experts of a GEMM have a pre_quant_scale."""
-    findings = []
-    for gemm, linears in (("w13", moe.w13), ("w2", moe.w2)):
-        without = [linear for linear in linears if "pre_quant_scale" not in linear.params]
-        if without and len(without) < len(linears):
-            ids = tuple(sorted({linear.expert for linear in without if linear.expert is not None}))
-            findings.append(
-                Finding(
-                    "pre-quant-scale-missing",
-                    "error",
-                    f"{moe.path} {gemm}: {len(without)} of {len(linears)} linears lack pre_quant_scale; export again",
-                    tensor=without[0].tensor_name("pre_quant_scale"),
-                    layer=moe.layer,
-                    experts=ids,
-                )
-            )
-    return findings
-
-
-def scale_values(checkpoint: Checkpoint) -> dict[str, tuple[float, ...]]:
-    """Values of every NVFP4 weight_scale_2 and input_scale."""
-    return read_values(
-        checkpoint.source,
-        [
-            linear.params[param]
-            for linear in checkpoint.schema.of_format(Format.NVFP4)
-            for param in SCALAR_PARAMS
-            if param in linear.params
-        ],
-    )
 
 
 def prepare(spec: str, options: Options) -> Prepared:
@@ -275,6 +194,18 @@ def _previous_shard_bytes(manifest: Mapping[str, Any] | None) -> int | None:
 def _form_warnings(schema: Schema, policy: ScalePolicy, resolution: Resolution) -> list[Finding]:
     """Warnings about scales that stay in a form that engines misread."""
     findings = []
+    kept = [report for report in resolution.input_scales if report.after is None and report.spread > 1]
+    if kept:
+        widest = max(report.spread for report in kept)
+        findings.append(
+            Finding(
+                "input-scales-kept",
+                "warning",
+                f"{len(kept)} of {len(resolution.input_scales)} GEMMs keep differing input_scales (up to {widest:.3g}x "
+                "apart): engines and backends take the layer's maximum, a rank's, or each expert's own",
+                layer=kept[0].layer,
+            )
+        )
     for report in resolution.global_scales:
         if report.pairs and not report.unified:
             findings.append(
@@ -404,6 +335,16 @@ def _manifest(prepared: Prepared, number: int, outcome: Outcome, digests: Mappin
     return manifest
 
 
+def _recast(kept: Sequence[tuple[TensorInfo, TensorInfo]]) -> dict[str, int]:
+    """How many tensors changed dtype or shape, by name with every number as *, and from what to what."""
+    found: Counter[str] = Counter()
+    for before, after in kept:
+        if (before.dtype, before.shape) != (after.dtype, after.shape):
+            name = re.sub(r"\d+", "*", before.name)
+            found[f"{name}: {before.dtype} {list(before.shape)} -> {after.dtype} {list(after.shape)}"] += 1
+    return dict(found)
+
+
 def _changes(prepared: Prepared) -> dict[str, Any]:
     checkpoint, resolution = prepared.checkpoint, prepared.resolution
     assert checkpoint.exclude is not None
@@ -414,6 +355,7 @@ def _changes(prepared: Prepared) -> dict[str, Any]:
         "pairs_unified": sum(len(report.pairs) for report in resolution.global_scales if report.unified),
         "scales_widened_to_f32": sum(before.dtype != after.dtype for before, after in kept),
         "scales_reshaped": sum(before.shape != after.shape for before, after in kept),
+        "recast": _recast(kept),
         "imputed": list(prepared.plan.imputed),
         "exclude_list": {
             "corrupted": list(checkpoint.exclude.corrupted),

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from nvfp4prep import quant_config as qc
-from nvfp4prep.convert import Checkpoint
+from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.engine_excludes import ENGINES, Engine, EngineModule, SomeShards, engine_modules, matcher
 from nvfp4prep.findings import errors, ranges
 from nvfp4prep.scales import fault

@@ -159,7 +159,9 @@ def parse_header(raw: bytes, file: str, file_bytes: int) -> tuple[list[TensorInf
         position = tensor.end
     if position != file_bytes:
         state = "is cut short" if position > file_bytes else "has bytes that no tensor names"
-        raise HeaderError(f"the file {state}: the header needs {position} bytes, the file has {file_bytes}")
+        raise HeaderError(
+            f"the file {state}: the header needs {position} bytes, the file has {file_bytes}; fetch it again"
+        )
     return tensors, metadata
 
 

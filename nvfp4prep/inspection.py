@@ -13,10 +13,12 @@ from typing import Any
 from nvfp4prep import convert as conversion
 from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
-from nvfp4prep.convert import Checkpoint, Options, Prepared
+from nvfp4prep.checkpoint import Checkpoint, read_checkpoint, scale_values
+from nvfp4prep.convert import Options, Prepared
 from nvfp4prep.engines import TITLES, Facts, Verdict, verdicts
 from nvfp4prep.errors import UsageFault
 from nvfp4prep.findings import Finding, errors, ranges
+from nvfp4prep.header import TensorInfo
 from nvfp4prep.plan import Plan, make_plan
 from nvfp4prep.scales import Resolution, changes, fault, resolve
 from nvfp4prep.scalestats import (
@@ -107,8 +109,8 @@ def inspect(src: str, layer: int | None) -> Inspection:
         UsageFault: there is no such layer.
         EnvironmentFault: I/O.
     """
-    checkpoint = conversion.read_checkpoint(src)
-    values = conversion.scale_values(checkpoint)
+    checkpoint = read_checkpoint(src)
+    values = scale_values(checkpoint)
     nested = read_json(checkpoint.source.root, qc.HF_QUANT_CONFIG)
     facts = Facts(checkpoint, values, nested, _pre_quant_digests(checkpoint))
     return Inspection(
@@ -232,6 +234,15 @@ def _by_expert(
 # --- what convert would do -------------------------------------------------------------------------------------------
 
 
+def outlook_of(prepared: Prepared) -> tuple[Verdict, ...]:
+    """What engines do with the output of a decided `hf` conversion."""
+    checkpoint = prepared.checkpoint
+    nested = read_json(checkpoint.source.root, qc.HF_QUANT_CONFIG)
+    facts = Facts(checkpoint, prepared.resolution.values, nested, _pre_quant_digests(checkpoint))
+    outputs = {tensor.name: tensor for tensor in prepared.plan.outputs.values()}
+    return verdicts(_converted(facts, outputs, prepared.resolution, prepared.quant))
+
+
 def _outlook(facts: Facts) -> Outlook:
     checkpoint = facts.checkpoint
     refused = tuple(errors(checkpoint.findings))
@@ -257,16 +268,16 @@ def _outlook(facts: Facts) -> Outlook:
         conversion.DEFAULT_SHARD_BYTES,
     )
     quant = qc.rewrite(checkpoint.schema, checkpoint.quant, checkpoint.exclude)
-    after = verdicts(_converted(facts, plan, resolution, quant))
+    after = verdicts(_converted(facts, plan.outputs, resolution, quant))
     return Outlook(refused, remedy, tuple(_changes(facts, plan, resolution, quant)), after)
 
 
-def _converted(facts: Facts, plan: Plan, resolution: Resolution, quant: qc.QuantConfig) -> Facts:
+def _converted(facts: Facts, outputs: Mapping[str, TensorInfo], resolution: Resolution, quant: qc.QuantConfig) -> Facts:
     """The facts of the output, without writing it."""
     checkpoint = facts.checkpoint
     config = qc.rewritten_config(checkpoint.config, qc.quantization_config(quant))
     nested = qc.hf_quant_config(quant)
-    schema = build_schema(plan.outputs, config)
+    schema = build_schema(outputs, config)
     read, findings = qc.read_quant_config(config, nested)
     assert read is not None
     return replace(
@@ -285,7 +296,8 @@ def _changes(facts: Facts, plan: Plan, resolution: Resolution, quant: qc.QuantCo
     if normalised:
         widest = max(report.spread for report in resolution.input_scales)
         total = len(resolution.input_scales)
-        yield f"input_scale of {normalised} of {total} GEMMs set to its maximum (up to {times(widest)} apart)"
+        where = f"{normalised} of {total} GEMMs or groups"
+        yield f"input_scale of {where} set to its maximum (up to {times(widest)} apart)"
     if plan.imputed:
         yield f"{len(plan.imputed)} missing input_scale added"
     bad = sum(report.imputed for report in resolution.input_scales) - len(plan.imputed)
@@ -309,8 +321,8 @@ def _unified(resolution: Resolution) -> Iterable[str]:
     if pairs:
         exact = sum(all(is_power_of_two(max(values) / value) for value in values) for values in pairs)
         worst = max(report.max_ratio for report in reports)
-        rounded = f"{len(pairs) - exact:,} rounded to E4M3" if exact < len(pairs) else "all by powers of two"
-        yield f"{len(pairs):,} groups of unequal weight_scale_2 (up to {times(worst)}) unified, blocks: {rounded}"
+        rounded = f"of {len(pairs) - exact:,} rounded to E4M3" if exact < len(pairs) else "scaled by powers of two"
+        yield f"{len(pairs):,} groups of unequal weight_scale_2 (up to {times(worst)}) unified, block scales {rounded}"
 
 
 def _config_changes(facts: Facts, quant: qc.QuantConfig) -> Iterable[str]:

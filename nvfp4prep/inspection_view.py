@@ -339,7 +339,8 @@ def _engines(found: Inspection) -> Iterator[RenderableType]:
         texts = dict.fromkeys(reason.text for verdict in found.verdicts for reason in verdict.reasons[:1])
         yield Text(f"  {', '.join(TITLES.values())}: unknown; {'; '.join(texts)}", style="magenta")
         return
-    table = _table("engine", "as it stands", "after convert")
+    option = f" {found.outlook.remedy}" if found.outlook.remedy else ""
+    table = _table("engine", "as it stands", f"after convert{option}")
     for verdict in found.verdicts:
         later = after.get(verdict.engine)
         table.add_row(verdict.title, _outcome(verdict), _outcome(later) if later else Text("-", style="dim"))
@@ -352,9 +353,17 @@ def _engines(found: Inspection) -> Iterator[RenderableType]:
     yield Text("ids as in docs/engines.md; read from the engines' code, not run; ? marks a best reading", style="dim")
 
 
+def left_after(after: Sequence[Verdict]) -> Iterator[RenderableType]:
+    """What engines still do wrong with an output, or refuse; nothing when all say yes."""
+    left = [verdict for verdict in after if verdict.outcome != "yes"]
+    if left:
+        yield Text("This output still can't be served right by every engine (docs/engines.md):", style="yellow")
+        yield from _reasons(left, "")
+
+
 def _outcome(verdict: Verdict) -> Text:
     unsure = "" if verdict.sure or verdict.outcome == "unknown" else "?"
-    varies = ", differs by backend" if verdict.varies and verdict.outcome == "yes" else ""
+    varies = ", but engines differ" if verdict.varies and verdict.outcome == "yes" else ""
     return Text(_WORDS[verdict.outcome] + unsure + varies, style=_STYLES[verdict.outcome])
 
 

@@ -41,7 +41,7 @@ from nvfp4prep.quant_config import QuantConfig, hf_quant_config, quantization_co
 from nvfp4prep.scales import E4M3_NAN, RescaleCounts, Resolution, ScalePolicy, output_shape
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, dialect_of
 from nvfp4prep.source import Source, read_range
-from nvfp4prep.targets import Target, activation_of
+from nvfp4prep.targets import Target, activation_of, has_biases
 
 if TYPE_CHECKING:
     from nvfp4prep.execute import Context
@@ -185,6 +185,16 @@ def stacked_names(moe: MoeLayer, target: Target) -> dict[str, str]:
     }
 
 
+def packed_names(moe: MoeLayer, target: Target, config: Mapping[str, Any]) -> frozenset[str]:
+    """Full names of a layer's tensors under the engine's names, small ones too."""
+    ones = torch.ones(1)
+    scales = Scales(ones if moe.gated else None, ones, ones, ones, ones)
+    facts = LayerFacts(target.engine, target.activation_dtype)
+    scalars = target.module.scalars(scales, activation_of(config, moe.gated), facts)
+    small = {target.prefix(moe) + name for name in target.module.parameters(scales, scalars, facts)}
+    return frozenset(small | set(stacked_names(moe, target).values()))
+
+
 # --- the plan --------------------------------------------------------------------------------------------------------
 
 
@@ -220,7 +230,7 @@ def make_packed_plan(
         big: dict[str, Spec] = {}
         small: dict[str, Spec] = {}
         for moe in layers:
-            big |= _stacked_specs(moe, rank, target)
+            big |= stacked_specs(moe, rank, target)
             small |= _small_specs(moe, rank, job, resolution)
             steps.append((f"{moe.path} parameters {folder}", Parameters(moe, rank, number)))
         mine = big | small
@@ -233,7 +243,7 @@ def make_packed_plan(
     return Plan(tuple(shards), outputs, gather(steps), tuple(imputed), frozenset(stacked))
 
 
-def _stacked_specs(moe: MoeLayer, rank: Rank, target: Target) -> dict[str, Spec]:
+def stacked_specs(moe: MoeLayer, rank: Rank, target: Target) -> dict[str, Spec]:
     """Specs of a layer's packed tensors for one rank, stacked over its experts, in load order."""
     count = len(target.experts(moe, rank.ep))
     names = stacked_names(moe, target)
@@ -393,14 +403,24 @@ def _linears(moe: MoeLayer, expert: int) -> Iterator[tuple[str, Linear | None]]:
 def stored_facts(moe: MoeLayer, rank: Rank, position: int, target: Target, read: Callable[[str], Tensor]) -> LayerFacts:
     """The facts that an expert was packed with, from the scalars stored beside it."""
     prefix = key_of(target.folder(rank), target.own_prefix(moe))
-    facts = LayerFacts(target.engine, target.activation_dtype)
+    values = {name: read(prefix + name)[position].item() for name in fact_names(moe, target)}
+    plain = LayerFacts(target.engine, target.activation_dtype)
+    return replace(
+        plain,
+        w13_factor=values.get("w13_scale_factor", plain.w13_factor),
+        w2_factor=values.get("w2_scale_factor", plain.w2_factor),
+        g1_alpha=values.get("g1_alphas", plain.g1_alpha),
+        g1_alpha_up=values.get("g1_alphas_up", plain.g1_alpha_up),
+        g2_alpha=values.get("g2_alphas", plain.g2_alpha),
+    )
+
+
+def fact_names(moe: MoeLayer, target: Target) -> tuple[str, ...]:
+    """The scalars that unpacking an expert needs, without prefix."""
     if target.module.REQUIRES.block_scale_maximum:
-        factors = (read(prefix + name)[position].item() for name in ("w13_scale_factor", "w2_scale_factor"))
-        return replace(facts, w13_factor=next(factors), w2_factor=next(factors))
-    if not target.geometry(moe, rank.tp).biased or target.module.REQUIRES.alphas < 2:
-        return facts
-    alphas = [read(prefix + name)[position].item() for name in ("g1_alphas", "g1_alphas_up", "g2_alphas")]
-    return replace(facts, g1_alpha=alphas[0], g1_alpha_up=alphas[1], g2_alpha=alphas[2])
+        return ("w13_scale_factor", "w2_scale_factor")
+    biased = has_biases(moe) and target.module.REQUIRES.alphas == 2
+    return ("g1_alphas", "g1_alphas_up", "g2_alphas") if biased else ()
 
 
 # --- what the manifest says ------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def read_quant_config(
                 "no-quant-config",
                 "error",
                 "neither a quantization_config in config.json nor "
-                "hf_quant_config.json names a quant_algo; this is no ModelOpt checkpoint",
+                "hf_quant_config.json names a quant_algo; quantise it with NVIDIA ModelOpt first",
                 CONFIG,
             ),
         ]
@@ -277,7 +277,7 @@ def check_config(schema: Schema, config: QuantConfig) -> list[Finding]:
                 "int4",
                 "error",
                 f"{len(stored[Format.INT4])} linears are int4 ({config.algo}); "
-                "this version converts NVFP4 checkpoints only",
+                "this version converts NVFP4 checkpoints only; int4 is planned",
                 weight.file,
                 weight.name,
             )

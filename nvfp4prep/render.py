@@ -10,11 +10,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.convert import Prepared, Result
 from nvfp4prep.findings import Finding
 from nvfp4prep.manifest import total_counts
 from nvfp4prep.scales import GlobalScaleReport, InputScaleReport, RescaleCounts, changes
+from nvfp4prep.schema import Format
 
+_SHOWN_FILES = 12
 _STYLE = {"error": "bold red", "warning": "yellow", "info": "dim"}
 
 
@@ -25,6 +28,22 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.2f} TB"
+
+
+def counted(tensors: int, files: int) -> str:
+    """855 tensors in 1 file."""
+    return f"{tensors:,} tensors in {files:,} file{'s' if files != 1 else ''}"
+
+
+def shard_list(prepared: Prepared) -> list[Text]:
+    """The output files, for a dry run."""
+    shards = prepared.plan.shards
+    lines = [
+        Text(f"  {shard.file}: {len(shard.tensors):,} tensors, {size(shard.nbytes)}") for shard in shards[:_SHOWN_FILES]
+    ]
+    if len(shards) > _SHOWN_FILES:
+        lines.append(Text(f"  ... and {len(shards) - _SHOWN_FILES} files more; --json lists all"))
+    return lines
 
 
 def findings(found: Iterable[Finding], verbose: bool) -> list[Text]:
@@ -48,9 +67,10 @@ def plan(prepared: Prepared, verbose: bool) -> RenderableType:
     source, plan_ = prepared.checkpoint.source, prepared.plan
     revision = f"@{source.revision}" if source.revision else ""
     facts = Table.grid(padding=(0, 2))
-    facts.add_row("source", f"{source.spec}{revision}: {len(source.tensors):,} tensors in {len(source.shards)} files")
+    facts.add_row("source", f"{source.spec}{revision}: {counted(len(source.tensors), len(source.shards))}")
     facts.add_row(
-        "output", f"{len(plan_.outputs):,} tensors in {len(plan_.shards)} files, {size(prepared.bytes_needed)}"
+        prepared.options.target,
+        f"{counted(len(plan_.outputs), len(plan_.shards))}; {size(prepared.bytes_needed)} of disk needed",
     )
     facts.add_row("", f"quant_algo {prepared.quant.algo}, {len(prepared.quant.exclude)} modules excluded by name")
     facts.add_row("scales", _decisions(prepared))
@@ -62,19 +82,29 @@ def plan(prepared: Prepared, verbose: bool) -> RenderableType:
 
 def _decisions(prepared: Prepared) -> str:
     resolution = prepared.resolution
-    normalised = sum(changes(report) for report in resolution.input_scales)
     unified = sum(len(report.pairs) for report in resolution.global_scales if report.unified)
     apart = sum(len(report.pairs) for report in resolution.global_scales if not report.unified)
     parts = [
-        f"input_scale of {normalised} of {len(resolution.input_scales)} GEMMs normalised"
-        if resolution.input_scales
-        else "no input_scale (weight-only)",
+        _input_scales(resolution.input_scales),
         f"{unified} groups of unequal weight_scale_2 unified" if unified else "",
         "weight_scale_2 agrees wherever engines share it" if not (unified or apart) else "",
         f"{apart} gate/up pairs kept apart" if apart else "",
         f"{len(prepared.plan.imputed)} input_scale imputed" if prepared.plan.imputed else "",
     ]
     return "; ".join(part for part in parts if part)
+
+
+def _input_scales(reports: Sequence[InputScaleReport]) -> str:
+    if not reports:
+        return "no input_scale (weight-only)"
+    experts = [report for report in reports if report.gemm != "input"]
+    others = [report for report in reports if report.gemm == "input"]
+    parts = [
+        f"{sum(map(changes, group))} of {len(group)} {label}"
+        for group, label in ((experts, "expert GEMMs"), (others, "other linears or fused groups"))
+        if group
+    ]
+    return f"input_scale normalised in {' and '.join(parts)}"
 
 
 def scale_table(
@@ -124,9 +154,20 @@ def result(targets_: Sequence[Prepared], done: Result) -> RenderableType:
             lines.append(Text(text, style="yellow"))
     written = sum(entry["bytes"] for manifest in done.manifests for entry in manifest["outputs"].values())
     lines.append(Text(f"Done: {done.out} ({size(written)}); nvfp4prep.json says what was changed.", style="green"))
-    if [prepared.options.target for prepared in targets_] == ["hf"]:
-        lines.append(Text("For Blackwell (B200, B300), --target flashinfer-trtllm packs the experts for its kernel."))
+    if [prepared.options.target for prepared in targets_] == ["hf"] and (hint := _packed_hint(targets_[0].checkpoint)):
+        lines.append(Text(hint))
     return Group(*lines)
+
+
+def _packed_hint(checkpoint: Checkpoint) -> str | None:
+    """The packed target for Blackwell, where the experts can be packed."""
+    layers = [moe for moe in checkpoint.schema.moe_layers if moe.format is Format.NVFP4]
+    linears = [linear for moe in layers for linear in (*moe.w13, *moe.w2)]
+    if not linears or any("pre_quant_scale" in linear.params for linear in linears):
+        return None
+    if any(linear.module in checkpoint.weight_only for linear in linears):
+        return "Weight-only experts: --target vllm-marlin packs them for Marlin kernels, the only ones that fit."
+    return "For Blackwell (B200, B300), --target flashinfer-trtllm packs the experts for its kernel."
 
 
 def _rescaled(prepared: Prepared, rescaled: Mapping[str, RescaleCounts]) -> list[Text]:
@@ -141,17 +182,16 @@ def _rescaled(prepared: Prepared, rescaled: Mapping[str, RescaleCounts]) -> list
     return lines
 
 
-def targets(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The table of packed targets, a row for each engine."""
-    table = Table(box=None, header_style="bold", padding=(0, 1))
-    columns = ("target", "kernel", "gpus", "engine", "alignment", "alphas", "input_scale", "biases", "tp_ep", "eplb")
-    for column in columns:
-        table.add_column({"gpus": "GPUs", "tp_ep": "TP/EP", "eplb": "EPLB"}.get(column, column), overflow="fold")
+def targets(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """The packed targets, a block each: kernel, GPUs, what it needs, and a line for each engine."""
+    lines: list[Text] = []
     before = None
     for row in rows:
-        shown = [str(row[column]) for column in columns]
-        if row["target"] == before:
-            shown[:3] = "", "", ""
-        before = row["target"]
-        table.add_row(*shown)
-    return table
+        if row["target"] != before:
+            before = row["target"]
+            lines.append(Text(f"{row['target']}", style="bold"))
+            lines.append(Text(f"  kernel {row['kernel']}; GPUs {row['gpus']}"))
+            needs = f"gate/up scales: {row['alphas']}; input_scale: {row['input_scale']}; biases: {row['biases']}"
+            lines.append(Text(f"  {needs}; TP and EP; EPLB: {row['eplb']}"))
+        lines.append(Text(f"  {row['engine']} ({row['backend']}): {row['alignment']}; id {row['layout_id']}"))
+    return Group(*lines)

@@ -70,6 +70,8 @@ def open_source(spec: str) -> Source:
         InputRefused: it is no checkpoint, or a file in it is damaged.
         EnvironmentFault: it can't be read or downloaded.
     """
+    if not spec:
+        refuse("no-such-checkpoint", "SRC is empty; give a directory or a Hub repo")
     path = Path(spec).expanduser()
     if path.is_dir():
         return read_directory(path, spec=path.resolve().name, revision=None)
@@ -92,8 +94,11 @@ def _download(repo: str, revision: str | None) -> Path:
         refuse("no-such-checkpoint", f"{repo}: {error}")
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         at = f"@{revision}" if revision else ""
-        advice = str(error).strip() or type(error).__name__
-        raise EnvironmentFault(f"{repo}{at}: no such local directory, and the Hub download failed: {advice}") from None
+        advice = " ".join(str(error).replace("\\n", " ").split()) or type(error).__name__
+        raise EnvironmentFault(
+            f"{repo}{at}: no such directory here, and the Hub can't give it ({advice}); "
+            "give a local directory, or fetch it first with `hf download`"
+        ) from None
 
 
 def refuse(rule: str, message: str, **place: Any) -> NoReturn:
@@ -103,14 +108,15 @@ def refuse(rule: str, message: str, **place: Any) -> NoReturn:
 
 def read_directory(root: Path, *, spec: str, revision: str | None) -> Source:
     """Headers of all shards of a local directory, checked against the index and against each other."""
+    if not any(root.glob("*.safetensors")) and not (root / INDEX).exists():
+        _refuse_packed(root)
+        refuse("no-weights", "no *.safetensors file here; nvfp4prep reads safetensors checkpoints only", file=str(root))
     files = sorted(_model_files(root))
     _refuse_packed(root)
     shard_names = [name for name in files if name.endswith(".safetensors") and "/" not in name]
     index = _read_index(root) if INDEX in files else None
     if index is not None:
         _check_shards_exist(index, shard_names)
-    if not shard_names:
-        refuse("no-weights", "no *.safetensors file here; nvfp4prep reads safetensors checkpoints only", file=spec)
     findings: list[Finding] = []
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, str] = {}
@@ -190,7 +196,9 @@ def _model_files(root: Path) -> Iterable[str]:
         for name in names:
             path = Path(folder) / name
             if not path.is_file():
-                refuse("not-a-file", "neither a file nor a link to one; remove it", file=str(path.relative_to(root)))
+                refuse(
+                    "not-a-file", "a broken link or special file; repair or remove it", file=str(path.relative_to(root))
+                )
             yield path.relative_to(root).as_posix()
 
 

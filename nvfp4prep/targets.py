@@ -20,7 +20,7 @@ from nvfp4prep.layouts.logical import (
 )
 from nvfp4prep.plan import Rank
 from nvfp4prep.scales import InputScalePolicy, W13ScalePolicy
-from nvfp4prep.schema import Format, MoeLayer, Schema
+from nvfp4prep.schema import FLOAT_DTYPES, SCALAR_PARAMS, Format, MoeLayer, Schema
 
 HF = "hf"
 AUTO = "auto"
@@ -34,6 +34,9 @@ GPU_CAPABILITIES: Mapping[str, str] = {
     "a100": "sm80",
 }
 """--gpu names and their compute capability."""
+
+_PACKED_PARAMS = frozenset({"weight", "weight_scale", *SCALAR_PARAMS, "bias"})
+"""What an expert's linear may hold: layouts have no place for anything else."""
 
 _OAI_ALPHA = 1.702  # gpt-oss: the reference implementation's constant, not in config.json
 _OAI_BETA = 1.0
@@ -116,7 +119,7 @@ class Target:
 
 def has_biases(moe: MoeLayer) -> bool:
     """Whether the experts have biases."""
-    return any("bias" in linear.params for linear in moe.w2)
+    return any("bias" in linear.params for linear in (*moe.w13, *moe.w2))
 
 
 def activation_of(config: Mapping[str, Any], gated: bool) -> Activation:
@@ -228,6 +231,9 @@ def _problem(
     rules = requires.engines[target.engine]
     if any("pre_quant_scale" in linear.params for linear in (*moe.w13, *moe.w2)):
         return "the experts have pre_quant_scale (AWQ), which this kernel has no place for"
+    problem = _stored_problem(moe)
+    if problem is not None:
+        return problem
     if requires.input_scales and any(linear.module in weight_only for linear in (*moe.w13, *moe.w2)):
         return "the experts have no input_scale (W4A16); weight-only targets work: vllm-marlin"
     if moe.gate_up is not None and moe.order is None:
@@ -247,6 +253,26 @@ def _problem(
         return None
     sizes = [n for n in (1, 2, 4, 8, 16, 32) if _tp_problem(moe, replace(target, tp=n)) is None]
     return f"{problem}; " + (f"--tp {_list(sizes)} works" if sizes else "no TP size works")
+
+
+def expert_problem(moe: MoeLayer, target: Target) -> str | None:
+    """Why a layer's experts, as they are stored, can't be what a target packs; None when they can."""
+    if moe.expert_count % target.ep:
+        return f"{moe.expert_count} experts over {target.ep} ranks"
+    return _stored_problem(moe) or _tp_problem(moe, target)
+
+
+def _stored_problem(moe: MoeLayer) -> str | None:
+    """Parameters of the experts that packing would lose."""
+    linears = (*moe.w13, *moe.w2)
+    unknown = sorted({param for linear in linears for param in linear.params} - _PACKED_PARAMS)
+    if unknown:
+        return f"the experts have {', '.join(unknown)}, which this kernel has no place for"
+    biases = [linear.params["bias"] for linear in linears if "bias" in linear.params]
+    if biases and len(biases) < len(linears):
+        return f"{len(biases)} of the experts' {len(linears)} linears have a bias; kernels take all or none"
+    odd = sorted({bias.dtype for bias in biases} - FLOAT_DTYPES)
+    return f"biases of dtype {', '.join(odd)}; F32, BF16 and F16 work" if odd else None
 
 
 def _tp_problem(moe: MoeLayer, target: Target) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,14 +16,18 @@ from nvfp4prep.dialects import DIALECTS
 from nvfp4prep.errors import InputRefused
 from nvfp4prep.execute import Job, execute, shard_digests
 from nvfp4prep.findings import Finding
-from nvfp4prep.header import HeaderError, TensorInfo, tensor_bytes
-from nvfp4prep.packing import PackJob, projections, read_whole
+from nvfp4prep.header import DTYPE_BITS, HeaderError, TensorInfo, tensor_bytes
+from nvfp4prep.packing import PackJob, fact_names, manifest_entry, packed_names, projections, read_whole, stacked_specs
 from nvfp4prep.plan import Fill, Plan, Rank, Spec, Step, Unpack, copies, gather, index_of, key_of, outputs_of, place
 from nvfp4prep.scales import Resolution
-from nvfp4prep.schema import SCALAR_PARAMS, MoeLayer, build_schema
+from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, build_schema
 from nvfp4prep.source import INDEX, Source, read_json, read_packed, refuse
-from nvfp4prep.targets import Target
+from nvfp4prep.targets import Target, activation_of, expert_problem
 from nvfp4prep.writer import PartialOutput, check_destination, check_space, file_sizes
+
+_MAX_RANKS = 1024
+_MAX_EXPERTS = 1 << 16
+_OWN = ".experts.nvfp4prep."
 
 
 @dataclass(frozen=True)
@@ -51,35 +55,30 @@ def read_packed_output(path: Path) -> Packed:
     if not path.is_dir():
         refuse("not-packed", "no such directory; give a packed output of convert", file=str(path))
     config = read_json(path, qc.CONFIG)
-    manifest, findings = manifests.read_manifest(path)
+    manifest, ignored = manifests.read_manifest(path)
     if config is None or manifest is None or "packed" not in manifest:
-        raise InputRefused(
-            [
-                *findings,
-                Finding(
-                    "not-packed",
-                    "error",
-                    "no packed output of convert: there must be a "
-                    "config.json, and an nvfp4prep.json with a `packed` entry",
-                    str(path),
-                ),
-            ]
+        why = f" (it was ignored: {ignored[0].message})" if ignored else ""
+        message = (
+            "no packed output of convert: there must be a config.json, and an nvfp4prep.json with a `packed` entry"
         )
+        refuse("not-packed", message + why, file=str(path))
     try:
         target = _target(manifest["packed"])
         experts = _expert_specs(manifest["logical"])
-    except (KeyError, TypeError, ValueError, AttributeError, HeaderError) as error:
-        refuse(
-            "manifest-bad",
-            f"its packed or logical entry can't be read ({type(error).__name__}: {error})",
-            file=manifests.MANIFEST,
-        )
+        _check_facts(manifest)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, HeaderError) as error:
+        _refuse_manifest(f"its packed or logical entry can't be read ({type(error).__name__}: {error})")
     if target.layout_id != manifest["packed"]["layout"]:
         refuse(
             "layout-unknown",
             f"packed as {manifest['packed']['layout']}; this version knows {target.layout_id}",
             file=manifests.MANIFEST,
         )
+    section = config.get("quantization_config")
+    if not isinstance(section, Mapping) or any(
+        section.get(key) != value for key, value in manifests.packed_config(target).items() if key != "engine_version"
+    ):
+        refuse("manifest-bad", f"packed as {target.layout_id} by {manifests.MANIFEST}, but not by this", file=qc.CONFIG)
     folders = [target.folder(rank) for rank in target.ranks()]
     source = read_packed(path, folders if target.flat else [target.common, *folders])
     shells = {
@@ -88,29 +87,149 @@ def read_packed_output(path: Path) -> Packed:
     }
     schema = build_schema(shells, config)
     if any(finding.severity == "error" for finding in schema.findings):
-        refuse("manifest-bad", f"its logical entry makes no sense: {schema.findings[0]}", file=manifests.MANIFEST)
-    return Packed(source, config, manifest, target, schema.moe_layers, experts)
+        _refuse_manifest(f"its logical entry makes no sense: {schema.findings[0]}")
+    try:
+        _check_layers(manifest, target, schema)
+        for moe in schema.moe_layers:
+            activation_of(config, moe.gated)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        _refuse_manifest(f"its packed and logical entries don't belong together ({error})")
+    packed = Packed(source, config, manifest, target, schema.moe_layers, experts)
+    _check_tensors(packed)
+    return packed
+
+
+def _refuse_manifest(message: str) -> NoReturn:
+    refuse("manifest-bad", message, file=manifests.MANIFEST)
+
+
+# --- the manifest is a file that anybody may have changed: everything that is used of it is checked ------------------
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _is_count(value: Any, largest: int) -> bool:
+    return type(value) is int and 1 <= value <= largest
 
 
 def _target(entry: Mapping[str, Any]) -> Target:
     layout, engine, _ = str(entry["layout"]).split("/")
-    target = Target(layout, engine, int(entry["tp"]), int(entry["ep"]), entry["activation_dtype"])  # type: ignore[arg-type]
+    tp, ep, dtype = entry["tp"], entry["ep"], entry["activation_dtype"]
+    _require(_is_count(tp, _MAX_RANKS) and _is_count(ep, _MAX_RANKS), f"tp {tp}, ep {ep}")
+    _require(dtype in ("bf16", "fp16"), f"activation_dtype {dtype}")
+    target = Target(layout, engine, tp, ep, dtype)  # type: ignore[arg-type]
     target.module.REQUIRES.engines[target.engine]
-    if not (1 <= target.tp <= 4096 and 1 <= target.ep <= 4096):
-        raise ValueError(f"tp {target.tp}, ep {target.ep}")
     return target
+
+
+def _check_facts(manifest: Mapping[str, Any]) -> None:
+    """What is copied to the new manifest and configs, and how files are split."""
+    logical = manifest["logical"]
+    metadata = logical["metadata"]
+    text = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    _require(text, "metadata is no table of strings")
+    _require(_is_count(logical["max_shard_bytes"], 1 << 62), f"max_shard_bytes {logical['max_shard_bytes']}")
+    for name, table in (
+        ("quantization_config", logical["quantization_config"]),
+        ("hf_quant_config", logical["hf_quant_config"]),
+        ("geometry", manifest.get("geometry", {})),
+    ):
+        _require(isinstance(table, dict), f"{name} is no object")
 
 
 def _expert_specs(logical: Mapping[str, Any]) -> dict[str, Spec]:
     specs: dict[str, Spec] = {}
+    _require(isinstance(logical["moe"], list) and bool(logical["moe"]), "moe is no list of layers")
     for entry in logical["moe"]:
-        dialect = next(dialect for dialect in DIALECTS if dialect.name == entry["dialect"])
+        dialect = next((dialect for dialect in DIALECTS if dialect.name == entry["dialect"]), None)
+        if dialect is None:
+            raise ValueError(f"dialect {entry['dialect']}")
+        _require(isinstance(entry["path"], str), f"path {entry['path']}")
+        _require(_is_count(entry["experts"], _MAX_EXPERTS), f"{entry['experts']} experts")
         for projection, params in entry["projections"].items():
-            for expert in range(1 if dialect.fused else entry["experts"]):
-                for param, (dtype, shape) in params.items():
+            _require(projection in dialect.projections.values(), f"projection {projection}")
+            for param, (dtype, shape) in params.items():
+                _require(dtype in DTYPE_BITS, f"dtype {dtype}")
+                _require(all(_is_count(size, 1 << 40) for size in shape), f"shape {shape}")
+                for expert in range(1 if dialect.fused else entry["experts"]):
                     name = dialect.tensor_name(entry["path"], projection, None if dialect.fused else expert, param)
-                    specs[name] = (str(dtype), tuple(int(size) for size in shape))
+                    _require(name not in specs, f"{name} twice")
+                    specs[name] = (dtype, tuple(shape))
     return specs
+
+
+def _check_layers(manifest: Mapping[str, Any], target: Target, schema: Schema) -> None:
+    """The logical entry gives the layers that the packed entry lists, and they can have been packed so."""
+    layers = {moe.path: moe for moe in schema.moe_layers}
+    listed = [(entry["path"], entry["experts"]) for entry in manifest["logical"]["moe"]]
+    _require(sorted(listed) == sorted((path, moe.expert_count) for path, moe in layers.items()), "other layers")
+    for moe in layers.values():
+        _require(moe.format is Format.NVFP4, f"{moe.path} is not NVFP4")
+        problem = expert_problem(moe, target)
+        if problem is not None:
+            raise ValueError(f"{moe.path}: {problem}")
+        for linear in (*moe.w13, *moe.w2):
+            for param in SCALAR_PARAMS:
+                info = linear.params.get(param)
+                shapes: tuple[tuple[int, ...], ...] = ((),)
+                if linear.experts is not None:
+                    shapes = ((), (linear.experts,), (linear.experts, 2))
+                _require(info is None or (info.dtype == "F32" and info.shape in shapes), f"{moe.path} {param}")
+    entry, expected = manifest["packed"], manifest_entry(PackJob(target, "", {}, {}, {}), schema)
+    for key in ("layout", "engine", "tp", "ep", "activation_dtype", "layers"):
+        _require(entry[key] == expected[key], f"packed.{key}")
+
+
+def _check_tensors(packed: Packed) -> None:
+    """Every tensor that unpacking reads is there with the dtype and shape that the manifest implies."""
+    target, tensors = packed.target, packed.source.tensors
+    findings = []
+
+    def find(name: str, message: str, folder: str) -> None:
+        findings.append(Finding("packed-tensor-bad", "error", message, file=folder or None, tensor=name))
+
+    for moe in packed.layers:
+        columns = [f"{projection}_{param}" for projection in ("gate", "up", "down") for param in SCALAR_PARAMS]
+        stored = {
+            f"{projection}_{param}"
+            for projection in projections(moe)
+            for param in SCALAR_PARAMS
+            if param in _linear(moe, projection).params
+        }
+        for rank in target.ranks():
+            folder = target.folder(rank)
+            wanted = stacked_specs(moe, rank, target)
+            count = len(target.experts(moe, rank.ep))
+            for name in (*sorted(stored), *fact_names(moe, target)):
+                wanted[target.own_prefix(moe) + name] = ("F32", (count,))
+            for name, (dtype, shape) in wanted.items():
+                found = tensors.get(key_of(folder, name))
+                if found is None:
+                    find(name, "not there; copy the whole output", folder)
+                elif (found.dtype, found.shape) != (dtype, shape):
+                    find(name, f"{found.dtype} {list(found.shape)} where {dtype} {list(shape)} belongs", folder)
+            for name in set(columns) - stored:
+                if key_of(folder, target.own_prefix(moe) + name) in tensors:
+                    find(target.own_prefix(moe) + name, "the manifest knows no such scale", folder)
+    known = {target.own_prefix(moe) for moe in packed.layers}
+    for key, tensor in tensors.items():
+        path, found_, _ = tensor.name.partition(_OWN)
+        if found_ and path + found_ not in known:
+            find(key, "the manifest does not name this layer", "")
+    if findings:
+        raise InputRefused(findings)
+
+
+def _linear(moe: MoeLayer, projection: str) -> Linear:
+    """The linear that holds a projection of a layer's first expert."""
+    if moe.gate_up is not None and moe.down is not None:
+        return moe.down if projection == "down" else moe.gate_up
+    linear = getattr(moe.experts[0], projection)
+    assert isinstance(linear, Linear)
+    return linear
 
 
 @dataclass(frozen=True)
@@ -130,7 +249,7 @@ def prepare(path: Path, out: Path, *, overwrite: bool) -> Prepared:
     check_destination(out, path, overwrite=overwrite)
     packed = read_packed_output(path)
     source, logical = packed.source, packed.manifest["logical"]
-    plan = _plan(packed, logical["metadata"], int(logical["max_shard_bytes"]))
+    plan = _plan(packed, logical["metadata"], logical["max_shard_bytes"])
     check_space(out, plan.nbytes + sum(file_sizes(source.root, source.side_files).values()))
     return Prepared(packed, plan)
 
@@ -162,11 +281,16 @@ def write(
 
 
 def _plan(packed: Packed, metadata: Mapping[str, str], max_shard_bytes: int) -> Plan:
-    target, containers = packed.target, {moe.container for moe in packed.layers}
+    target = packed.target
+    ours: set[str] = set()
+    for moe in packed.layers if target.flat else ():
+        ours |= packed_names(moe, target, packed.config)
+        prefix = target.own_prefix(moe)
+        ours |= {name for name in packed.source.tensors if name.startswith(prefix)}
     common = {
         key: tensor
         for key, tensor in packed.source.tensors.items()
-        if key == key_of(target.common, tensor.name) and not _is_packed(tensor.name, containers)
+        if key == key_of(target.common, tensor.name) and key not in ours
     }
     specs: dict[str, Spec] = {tensor.name: (tensor.dtype, tensor.shape) for tensor in common.values()}
     specs |= packed.experts
@@ -180,11 +304,6 @@ def _plan(packed: Packed, metadata: Mapping[str, str], max_shard_bytes: int) -> 
     fused = [linear for moe in packed.layers for linear in (moe.gate_up, moe.down) if linear is not None]
     stacked = {info.name for linear in fused for param, info in linear.params.items() if param not in SCALAR_PARAMS}
     return Plan(shards, outputs_of(shards, ""), gather(steps), (), frozenset(stacked))
-
-
-def _is_packed(name: str, containers: set[str]) -> bool:
-    path, found, _ = name.partition(".experts.")
-    return bool(found) and path + ".experts" in containers
 
 
 def _scale_values(packed: Packed, moe: MoeLayer) -> dict[str, tuple[float, ...]]:
@@ -232,7 +351,11 @@ def _column(packed: Packed, moe: MoeLayer, name: str) -> Tensor | None:
 
 def _manifest(packed: Packed, plan: Plan, digests: Mapping[str, str]) -> dict[str, Any]:
     run = {
-        "options": {"target": "hf", "unpacked_from": packed.target.layout_id},
+        "options": {
+            "target": "hf",
+            "unpacked_from": packed.target.layout_id,
+            "max_shard_bytes": packed.manifest["logical"]["max_shard_bytes"],
+        },
         "changes": {},
     }
     outputs = {shard.file: {"bytes": shard.nbytes, "digest": digests[shard.file]} for shard in plan.shards}

@@ -27,6 +27,9 @@ def check_destination(out: Path, source_root: Path, *, overwrite: bool) -> None:
     out = destination(out)
     if not out.name:
         raise UsageFault(f"{out}: has no name of its own; choose another OUT")
+    parent = next(folder for folder in out.parents if folder.exists())
+    if not parent.is_dir():
+        raise UsageFault(f"{out}: {parent} is a file; choose another OUT")
     source = source_root.resolve()
     for place in (out.resolve(), partial_path(out), replaced_path(out)):
         if place == source or source in place.parents:

@@ -226,6 +226,7 @@ def check_unchanged(first: Path, second: Path) -> None:
     assert len(two["runs"]) == len(one["runs"]) + 1 and two["runs"][:-1] == one["runs"]
     changes = two["runs"][-1]["changes"]
     assert changes.pop("imputed") == []
+    assert changes.pop("recast") == {}
     assert changes.pop("exclude_list") == {"corrupted": [], "unmatched": [], "contradicted": [], "added": []}
     assert set(changes.values()) <= {0}, changes
 

@@ -1,0 +1,97 @@
+"""A source read and classified: headers, config, schema and quantisation config together, before any decision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nvfp4prep import manifest as manifests
+from nvfp4prep import quant_config as qc
+from nvfp4prep.errors import InputRefused
+from nvfp4prep.findings import Finding
+from nvfp4prep.schema import SCALAR_PARAMS, Format, MoeLayer, Schema, build_schema
+from nvfp4prep.source import Source, open_source, read_json
+from nvfp4prep.survey import read_values
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A source read and classified, before any decision."""
+
+    source: Source
+    config: Mapping[str, Any]
+    schema: Schema
+    quant: qc.QuantConfig | None
+    exclude: qc.ExcludeReport | None
+    weight_only: frozenset[str]
+    manifest: Mapping[str, Any] | None
+    findings: tuple[Finding, ...]
+
+
+def read_checkpoint(spec: str) -> Checkpoint:
+    """Read and classify a checkpoint; what is wrong with it is in its findings.
+
+    Raises:
+        InputRefused: it can't even be read as a checkpoint.
+        EnvironmentFault: I/O.
+    """
+    source = open_source(spec)
+    config = read_json(source.root, qc.CONFIG)
+    if config is None:
+        raise InputRefused(
+            [Finding("no-config", "error", "not there; nvfp4prep needs the model's config.json", qc.CONFIG)]
+        )
+    nested = read_json(source.root, qc.HF_QUANT_CONFIG)
+    schema = build_schema(source.tensors, config)
+    quant, findings = qc.read_quant_config(config, nested)
+    previous, manifest_findings = manifests.read_manifest(source.root)
+    findings = [*source.findings, *findings, *manifest_findings, *schema.findings]
+    exclude, weight_only = None, frozenset[str]()
+    if quant is not None:
+        findings += qc.check_config(schema, quant)
+        exclude = qc.rewrite_exclude(schema, quant.exclude, _is_tied(config))
+        findings += exclude.findings
+        weight_only = qc.weight_only_modules(schema, quant)
+    findings += [finding for moe in schema.moe_layers for finding in _pre_quant_scale(moe)]
+    return Checkpoint(source, config, schema, quant, exclude, weight_only, previous, tuple(findings))
+
+
+def _is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether lm_head is tied to the embedding, by config.json or its text_config."""
+    text = config.get("text_config")
+    sections = (config, text if isinstance(text, Mapping) else {})
+    return any(section.get("tie_word_embeddings") is True for section in sections)
+
+
+def _pre_quant_scale(moe: MoeLayer) -> list[Finding]:
+    """An error when only some experts of a GEMM have a pre_quant_scale."""
+    findings = []
+    for gemm, linears in (("w13", moe.w13), ("w2", moe.w2)):
+        without = [linear for linear in linears if "pre_quant_scale" not in linear.params]
+        if without and len(without) < len(linears):
+            ids = tuple(sorted({linear.expert for linear in without if linear.expert is not None}))
+            findings.append(
+                Finding(
+                    "pre-quant-scale-missing",
+                    "error",
+                    f"{moe.path} {gemm}: {len(without)} of {len(linears)} linears lack pre_quant_scale; export again",
+                    tensor=without[0].tensor_name("pre_quant_scale"),
+                    layer=moe.layer,
+                    experts=ids,
+                )
+            )
+    return findings
+
+
+def scale_values(checkpoint: Checkpoint) -> dict[str, tuple[float, ...]]:
+    """Values of every NVFP4 weight_scale_2 and input_scale."""
+    return read_values(
+        checkpoint.source,
+        [
+            linear.params[param]
+            for linear in checkpoint.schema.of_format(Format.NVFP4)
+            for param in SCALAR_PARAMS
+            if param in linear.params
+        ],
+    )
