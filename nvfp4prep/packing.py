@@ -318,7 +318,11 @@ def _expert_facts(context: Context, step: Pack, rank: Rank, position: int) -> La
     if not target.geometry(moe, rank.tp).biased:
         return facts
     scales = rank_scales(moe, target.experts(moe, rank.ep), job.resolution)
-    scalars = target.module.scalars(scales, job.pack.activation(moe), facts)
+    return expert_facts(facts, target.module.scalars(scales, job.pack.activation(moe), facts), position)
+
+
+def expert_facts(facts: LayerFacts, scalars: Mapping[str, Tensor], position: int) -> LayerFacts:
+    """The layer's facts with one expert's alphas, for kernels whose biases are divided by them."""
     if "g1_alphas_up" not in scalars:
         return facts
     return replace(
@@ -373,19 +377,8 @@ def _unpack(context: Context, step: Unpack) -> None:
     assert job is not None
     target, moe = job.target, step.moe
     ep_rank, position = divmod(step.expert, moe.expert_count // target.ep)
-    parts = []
-    tensors = context.source.tensors
-    read = reader(context.read, tensors)
-    for tp_rank in range(target.tp):
-        rank = Rank(tp_rank, ep_rank)
-        folder = target.folder(rank)
-        packed = {
-            tensor: read(key_of(folder, name), position)
-            for tensor, name in stacked_names(moe, target).items()
-            if key_of(folder, name) in tensors
-        }
-        facts = stored_facts(moe, rank, position, target, lambda key: read(key, None))
-        parts.append(target.module.unpack(packed, target.geometry(moe, tp_rank), facts))
+    tensors, read = context.source.tensors, reader(context.read, context.source.tensors)
+    parts = [unpack_part(moe, Rank(tp_rank, ep_rank), position, target, tensors, read) for tp_rank in range(target.tp)]
     fused = moe.gate_up is not None
     linears = {"gate_up": moe.gate_up, "down": moe.down} if fused else dict(_linears(moe, step.expert))
     for (projection, param), value in store_expert(join_slices(parts), fused, moe.order).items():
@@ -393,6 +386,20 @@ def _unpack(context: Context, step: Unpack) -> None:
         assert linear is not None
         info = linear.params[param]
         context.put(info.name, _raw_bytes(value.to(DTYPES[info.dtype])), step.expert if fused else 0)
+
+
+def unpack_part(
+    moe: MoeLayer, rank: Rank, position: int, target: Target, tensors: Mapping[str, TensorInfo], read: Read
+) -> Expert:
+    """One expert's logical share from a rank's stacked tensors."""
+    folder = target.folder(rank)
+    packed = {
+        tensor: read(key_of(folder, name), position)
+        for tensor, name in stacked_names(moe, target).items()
+        if key_of(folder, name) in tensors
+    }
+    facts = stored_facts(moe, rank, position, target, lambda key: read(key, None))
+    return target.module.unpack(packed, target.geometry(moe, rank.tp), facts)
 
 
 def _linears(moe: MoeLayer, expert: int) -> Iterator[tuple[str, Linear | None]]:

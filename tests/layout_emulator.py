@@ -1,7 +1,7 @@
 """What each fused-MoE kernel computes from packed bytes, and what a layer should compute; numpy, F64.
 
-The kernels are read from their index formulas alone: a byte's offset for (expert, row, k), nothing of nvfp4prep's
-pack, unpack or permutations. Sizes come from the shapes of the kernel's arguments. Activations stay unquantised: where
+The kernels are read from their index formulas alone (those of nvfp4prep.smoke.emulator): a byte's offset for (expert,
+row, k), nothing of nvfp4prep's pack, unpack or permutations. Sizes come from the shapes of the kernel's arguments. Activations stay unquantised: where
 a kernel quantises with 1/a, `x · (1/a)` is exact here, so only the algebra of the scales is left.
 
 Each `run_*` takes the dictionary of the layout's `kernel_args`, one expert's number and tokens x [T, K'], and returns
@@ -17,6 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from nvfp4prep.smoke.emulator import (
+    marlin_bias_column,
+    marlin_nibble,
+    marlin_scale_column,
+    shuffled_row,
+    swizzled_offset,
+)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -49,17 +57,6 @@ def sigmoid(x: Floats) -> Floats:
 
 
 # --- where things lie ---
-
-
-def shuffled_row(x: Ints) -> Ints:
-    """Where row x goes in the TRT-LLM-gen shuffle: the r with x = (r//32)·32 + (r%8)·4 + (r%32)//8."""
-    return x // 32 * 32 + x % 4 * 8 + x % 32 // 4
-
-
-def swizzled_offset(row: Ints, block: Ints, blocks: int) -> Ints:
-    """Offset of the scale of (row, block) in the 128x4 swizzle of a matrix with `blocks` blocks in a row."""
-    tiles = -(-blocks // 4)
-    return row // 128 * tiles * 512 + block // 4 * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
 
 
 def nibble_values(flat: NDArray[np.uint8], index: Ints) -> Floats:
@@ -282,27 +279,6 @@ def run_cutedsl(args: Args, expert: int, x: Floats, gated: bool, swiglu: Swiglu,
 
 
 # --- Marlin ---
-
-
-def marlin_nibble(k: Ints, n: Ints, columns: int) -> Ints:
-    """Number of the nibble of (k, n) in I32 [K/16, 2N], from the low nibble of the first word.
-
-    A 16x64 tile is 128 words: thread t = n%8·4 + k%8//2 of warp n%64//16 has word t·4 + warp, and in it
-    (k, n), (k+8, n), (k, n+8), (k+8, n+8), then the same of k+1.
-    """
-    word = k // 16 * 2 * columns + n // 64 * 128 + (n % 8 * 4 + k % 8 // 2) * 4 + n % 64 // 16
-    return word * 8 + k % 2 * 4 + n % 16 // 8 * 2 + k % 16 // 8
-
-
-def marlin_scale_column(n: Ints) -> Ints:
-    """Column of the scale of n: i + 8j of a run of 64 at 8i + j, and of each 4 columns the middle two swapped."""
-    column = n // 64 * 64 + n % 8 * 8 + n % 64 // 8
-    return column - column % 4 + column % 4 // 2 + column % 2 * 2
-
-
-def marlin_bias_column(n: Ints) -> Ints:
-    """Column of the bias of n: of 32, 2i + j with j in 0, 1, 8, 9, 16, 17, 24, 25 at 8i + (number of j)."""
-    return n // 32 * 32 + n % 8 // 2 * 8 + n % 32 // 8 * 2 + n % 2
 
 
 def s0e5m3(codes: NDArray[np.uint8], dtype: str) -> Floats:

@@ -138,6 +138,20 @@ def lost_blocks(expert: Expert, facts: LayerFacts) -> int:
     return count
 
 
+def kept(expert: Expert, facts: LayerFacts) -> Expert:
+    """The expert as it comes back: block scales that `pack` loses are 0."""
+    flush = facts.engine == "vllm"
+
+    def through(matrix: Matrix, factor: float) -> Matrix:
+        back = restore_table(factor, flush)[recode_table(factor, flush).long()]
+        return Matrix(matrix.weight, back[matrix.scale.long()])
+
+    gate = None if expert.gate is None else through(expert.gate, facts.w13_factor)
+    return replace(
+        expert, gate=gate, up=through(expert.up, facts.w13_factor), down=through(expert.down, facts.w2_factor)
+    )
+
+
 def _pack_scale(scale: Tensor, factor: float, flush: bool) -> Tensor:
     columns = marlin_repack.permute_columns(scale.T.contiguous(), marlin_repack.GROUPED_ORDER)
     regrouped = columns.view(-1, 4)[:, [0, 2, 1, 3]].reshape(columns.shape)

@@ -1,0 +1,398 @@
+"""marlin: the op `torch.ops._moe_C.moe_wna16_marlin_gemm` of an installed vLLM, on SM75 and newer.
+
+Only vLLM's compiled library is loaded: the file that NVFP4PREP_MOE_LIBRARY names, else `_moe_C*.so` in the folder of
+the package `vllm`, which is not imported. Two calls make a layer, as vLLM's `fused_marlin_moe` makes them: GEMM1 gives
+one row per token and choice, the activation is torch's, GEMM2 multiplies by the routing weight, the sum is made in F32
+and rounded to 16 bits. The op's arguments are passed by name, by the schema that the library registers: it differs
+between versions.
+
+With biases the routing weight is applied here, after GEMM2, not by the kernel: told to multiply, it adds the bias to
+the raw accumulator and multiplies both by weight · global scale (vLLM's `marlin_template.h`, `write_result`), so that
+the bias comes out about 2^106 times too large. Without biases the two orders mean the same.
+Sources: vLLM 0.24.0 `marlin_moe.py` and the op's schema, checks and kernel in `csrc/.../marlin_moe_wna16`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from nvfp4prep.errors import EnvironmentFault
+from nvfp4prep.header import header_length, parse_header
+from nvfp4prep.layouts import vllm_marlin as layout
+from nvfp4prep.layouts.logical import Activation, Engine, Expert, LayerFacts, Matrix, Scales, plan_geometry
+from nvfp4prep.smoke.kernels import common
+from nvfp4prep.smoke.layer import PackedLayer, Routing
+from nvfp4prep.targets import Target
+
+NAME = "marlin"
+LAYOUT = layout.NAME
+LIBRARY_VARIABLE = "NVFP4PREP_MOE_LIBRARY"
+TESTED = "vLLM 0.24.0"
+
+_E2M1 = 562949953487106
+"""vLLM's ScalarType id of float4_e2m1f."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+# --- the library ------------------------------------------------------------------------------------------------------
+
+
+def _registered() -> Any:
+    """The op if a library has registered it, else None."""
+    return getattr(torch.ops._moe_C, "moe_wna16_marlin_gemm", None)
+
+
+def libraries() -> tuple[Path, ...]:
+    """Files to load, in order of preference; none if no vLLM is installed and the variable is not set."""
+    named = os.environ.get(LIBRARY_VARIABLE)
+    if named:
+        return (Path(named),)
+    spec = importlib.util.find_spec("vllm")  # a top-level name: nothing is imported
+    folders = () if spec is None else tuple(spec.submodule_search_locations or ())
+    return tuple(path for folder in folders for path in sorted(Path(folder).glob("_moe_C*.so")))
+
+
+def _load() -> str | None:
+    """Load the op; None if it is there, else why not."""
+    if _registered() is not None:
+        return None
+    files = libraries()
+    if not files:
+        return f"no vLLM is installed: pip install vllm, or let {LIBRARY_VARIABLE} name its _moe_C*.so"
+    problems = []
+    for path in files:
+        if not path.is_file():
+            problems.append(f"{path} is no file")
+            continue
+        try:
+            torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+        except (OSError, RuntimeError) as error:
+            problems.append(f"{path} does not load with torch {torch.__version__}: {error}")
+            continue
+        if _registered() is not None:
+            return None
+        problems.append(f"{path} has no moe_wna16_marlin_gemm")
+    return "; ".join(problems)
+
+
+def available() -> str | None:
+    """None if the kernel can run here, else why not and what to install. Loads the library."""
+    present = common.capability()
+    if present is None or int(present[2:]) < 75:
+        found = "this machine has no CUDA GPU" if present is None else f"this machine's GPU is {present.upper()}"
+        return f"{layout.REQUIRES.kernel} needs a GPU of SM75 or newer; {found}"
+    return _load()
+
+
+def VERSIONS() -> dict[str, str]:
+    """The GPU, the libraries, and the file the op came from."""
+    table = common.gpu_versions("vllm")
+    files = libraries()
+    return table | ({"library": str(files[0])} if files else {})
+
+
+# --- routing as the kernel reads it -----------------------------------------------------------------------------------
+
+
+def moe_align(ids: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Choices sorted by expert, each expert's run filled up to whole blocks.
+
+    Args:
+        ids: [T, k] local expert ids, -1 for a choice that another rank serves.
+        experts: how many are local.
+        block: rows per block.
+
+    Returns:
+        sorted_token_ids I32 [P]: positions in the flat [T·k], T·k for filling; expert_ids I32 [P / block];
+        num_tokens_post_padded I32 [1] = P.
+    """
+    flat = ids.flatten()
+    chosen = torch.nonzero(flat >= 0).flatten()
+    chosen = chosen[torch.argsort(flat[chosen], stable=True)]
+    owners = flat[chosen].long()
+    counts = torch.bincount(owners, minlength=experts)
+    filled = (counts + block - 1) // block * block
+    total = int(filled.sum())
+    first, start = counts.cumsum(0) - counts, filled.cumsum(0) - filled
+    places = start[owners] + torch.arange(len(owners), device=ids.device) - first[owners]
+    sorted_ids = torch.full((total,), flat.numel(), dtype=torch.int32, device=ids.device)
+    sorted_ids[places] = chosen.to(torch.int32)
+    blocks = torch.arange(experts, dtype=torch.int32, device=ids.device).repeat_interleave(filled // block)
+    return sorted_ids, blocks, torch.tensor([total], dtype=torch.int32, device=ids.device)
+
+
+def block_rows(tokens: int, top_k: int, experts: int) -> int:
+    """Rows per block as vLLM chooses: the first size that an average expert fills to less than 90 %, at most 64."""
+    sizes = (8, 16, 32, 48, 64)
+    return next((size for size in sizes if tokens * top_k / experts / size < 0.9), sizes[-1])
+
+
+# --- the call ---------------------------------------------------------------------------------------------------------
+
+_SPELLINGS = {"is_k_full": "is_full_k", "b_q_type_id": "b_type_id", "b_q_type": "b_type_id"}
+
+
+def call_arguments(schema: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that this schema names, out of all that any version takes. Names go without "_or_none".
+
+    Raises:
+        EnvironmentFault: the schema has an argument that this project does not know.
+    """
+    arguments, unknown = {}, []
+    for argument in schema.arguments:
+        name = argument.name.removesuffix("_or_none")
+        name = _SPELLINGS.get(name, name)
+        if name in values:
+            arguments[argument.name] = values[name]
+        elif not argument.has_default_value():
+            unknown.append(argument.name)
+    if unknown:
+        raise EnvironmentFault(
+            f"moe_wna16_marlin_gemm of this vLLM takes {', '.join(unknown)}, unknown to nvfp4prep (tested: {TESTED})"
+        )
+    return arguments
+
+
+def _gemm(values: Mapping[str, Any]) -> None:
+    op = _registered().default
+    op(**call_arguments(op._schema, values))
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a layer's two calls gave, in the activations' dtype: one row per token and choice, in that order.
+
+    Rows of choices that other ranks serve are 0 in `gemm2` and NaN in `gemm1`; so would be one that a kernel skipped.
+    """
+
+    gemm1: Tensor
+    activated: Tensor
+    gemm2: Tensor
+
+
+def stages(
+    layer: PackedLayer,
+    x: Tensor,
+    routing: Routing,
+    where: torch.device,
+    block: int | None = None,
+    kernel_weighs: bool | None = None,
+) -> Stages:
+    """Both GEMMs of a layer. `kernel_weighs`: GEMM2 multiplies by the routing weights (default: unless biased)."""
+    dtype = _DTYPES[layer.facts.activation_dtype]
+    packed, scalars = common.moved(layer.packed, where), common.moved(layer.scalars, where)
+    tensors = layout.kernel_args(packed, scalars, {})
+    hidden_states = common.padded_input(layer, x, where, dtype)
+    weights = common.expert_weights(routing, where)
+    tokens, top_k = weights.shape
+    geometry = layer.geometry
+    local = _local_ids(layer, routing).to(where)
+    block = block or block_rows(tokens, top_k, len(layer.experts))
+    sorted_ids, expert_ids, total = moe_align(local, len(layer.experts), block)
+    if kernel_weighs is None:
+        kernel_weighs = tensors["bias2"] is None
+    shared = {
+        "a_scales": None,
+        "b_zeros": None,
+        "g_idx": None,
+        "perm": None,
+        "sorted_token_ids": sorted_ids,
+        "expert_ids": expert_ids,
+        "num_tokens_past_padded": total,
+        "topk_weights": weights,
+        "moe_block_size": block,
+        "b_type_id": _E2M1,
+        "is_full_k": True,
+        "use_atomic_add": False,
+        "use_fp32_reduce": True,
+        "is_zp_float": False,
+        "thread_k": -1,
+        "thread_n": -1,
+        "blocks_per_sm": -1,
+    }
+
+    def gemm(number: int, a: Tensor, columns: int, top_k: int, mul_topk_weights: bool) -> Tensor:
+        bias = tensors[f"bias{number}"]
+        output = torch.full((tokens * weights.shape[1], columns), torch.nan, dtype=dtype, device=where)
+        if len(sorted_ids) == 0:  # nothing for this rank: the kernel is not made for no blocks
+            return output
+        values = {
+            "a": a,
+            "c": output,
+            "b_q_weight": tensors[f"w{number}"],
+            "b_bias": None if bias is None else bias.to(dtype),
+            "b_scales": tensors[f"w{number}_scale"],
+            "global_scale": tensors[f"global_scale{number}"],
+            "workspace": _workspace(where),
+            "top_k": top_k,
+            "mul_topk_weights": mul_topk_weights,
+            "size_m": a.shape[0],
+            "size_n": columns,
+            "size_k": a.shape[1],
+        }
+        _gemm(shared | values)
+        return output
+
+    gemm1 = gemm(1, hidden_states, geometry.w13_rows, top_k, False)
+    activated = activate(gemm1, layer.activation, geometry.gated, layer.target.engine)
+    gemm2 = gemm(2, activated, geometry.padded_hidden, 1, kernel_weighs)
+    if not kernel_weighs:
+        gemm2 = gemm2 * weights.view(-1, 1)
+    gemm2[local.flatten() < 0] = 0
+    return Stages(gemm1, activated, gemm2)
+
+
+def _local_ids(layer: PackedLayer, routing: Routing) -> Tensor:
+    ids = routing.ids.to(torch.int32) - layer.experts.start
+    return ids.masked_fill((ids < 0) | (ids >= len(layer.experts)), -1)
+
+
+def _workspace(where: torch.device) -> Tensor:
+    """Zeroed locks, as many as the op asks at most: four per multiprocessor."""
+    processors = torch.cuda.get_device_properties(where).multi_processor_count if where.type == "cuda" else 1
+    return torch.zeros(4 * processors, dtype=torch.int32, device=where)
+
+
+def activate(rows: Tensor, activation: Activation, gated: bool, engine: Engine = "vllm") -> Tensor:
+    """The function between the GEMMs, gate half first, in the rows' dtype.
+
+    vLLM's plain silu rounds silu(gate) before it multiplies; its clamped forms and SGLang's silu round once, at the
+    end.
+    """
+    if not gated:
+        return torch.relu(rows).square()
+    gate, up = rows.chunk(2, 1)
+    if engine == "vllm" and activation.kind == "silu" and activation.limit is None:
+        return (silu(gate) * up).contiguous()
+    gate, up = gate.to(torch.float32), up.to(torch.float32)
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    alpha = 1.0 if activation.alpha is None else activation.alpha
+    beta = 0.0 if activation.beta is None else activation.beta
+    return (gate * torch.sigmoid(alpha * gate) * (up + beta)).to(rows.dtype).contiguous()
+
+
+def run(layer: PackedLayer, x: Tensor, routing: Routing) -> Tensor:
+    """F32 [T, H], the weighted sum over the rank's experts, on x's device: summed in F32, rounded to 16 bits once."""
+    common.require(available())
+    if common.capability() == "sm75" and layer.facts.activation_dtype == "bf16":
+        raise EnvironmentFault("SM75 GPUs have no BF16: this layer is packed for BF16 activations")
+    rows = stages(layer, x, routing, common.device()).gemm2
+    total = rows.view(*routing.ids.shape, -1).to(torch.float32).sum(1)
+    return common.cropped_output(layer, total.to(_DTYPES[layer.facts.activation_dtype]), x)
+
+
+# --- golden vectors ---------------------------------------------------------------------------------------------------
+
+GOLDEN_CASES = ("nvfp4", "nvfp4_rescaled")
+_STORED = {
+    "F8_E4M3": torch.uint8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+}
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file; E4M3 as U8 codes."""
+    raw = bytearray(path.read_bytes())
+    end = 8 + header_length(bytes(raw[:8]), len(raw))
+    infos, _ = parse_header(bytes(raw[8:end]), path.name, len(raw))
+    return {
+        info.name: torch.frombuffer(raw[info.start : info.end], dtype=_STORED[info.dtype]).view(info.shape)
+        for info in infos
+    }
+
+
+def golden_layer(golden: Mapping[str, Tensor]) -> tuple[PackedLayer, Tensor, Routing]:
+    """A golden case's layer, packed from its logical tensors by this project, its x and its routing."""
+    nibbles13, codes13 = golden["w13_packed_nibbles"], golden["w13_scale"]
+    nibbles2, codes2 = golden["w2_packed_nibbles"], golden["w2_scale"]
+    half = nibbles13.shape[1] // 2
+    plain = LayerFacts()
+    facts = LayerFacts(
+        w13_factor=layout.scale_factor(int(codes13.max()), plain),
+        w2_factor=layout.scale_factor(int(codes2.max()), plain),
+    )
+    geometry = plan_geometry(
+        layout.REQUIRES,
+        "vllm",
+        experts=len(nibbles13),
+        hidden=2 * nibbles13.shape[2],
+        intermediate=half,
+        gated=True,
+        biased=False,
+    )
+    packed = []
+    for e in range(len(nibbles13)):
+        gate = Matrix(nibbles13[e, :half], codes13[e, :half])
+        up = Matrix(nibbles13[e, half:], codes13[e, half:])
+        packed.append(layout.pack(Expert(gate, up, Matrix(nibbles2[e], codes2[e])), geometry, facts))
+    scales = Scales(golden["w13_global_scale"], golden["w13_global_scale"], golden["w2_global_scale"], None, None)
+    activation = Activation("silu")
+    layer = PackedLayer(
+        target=Target(layout.NAME),
+        geometry=geometry,
+        activation=activation,
+        facts=facts,
+        experts=range(len(packed)),
+        packed={name: torch.stack([tensors[name] for tensors in packed]) for name in packed[0]},
+        scalars=layout.scalars(scales, activation, facts),
+        scales=scales,
+    )
+    return layer, golden["x"], Routing(golden["topk_ids"].long(), golden["topk_weights"])
+
+
+def reproduce_golden(path: Path, where: torch.device | None = None) -> dict[str, Any]:
+    """This project's packed bytes on the kernel, against what the kernel once gave for vLLM's own packing.
+
+    Per case, at the block size that vLLM would choose and at all others: how many elements of each stage differ, and
+    relative L2. `ok`: at vLLM's block size no stage is further than 1e-3 from the golden one (BF16 rounds to 2^-9 at
+    most; a layout error gives about 1), and the result is as far from the F32 reference as golden's.
+    """
+    where = where or common.device()
+    tensors = _read(path)
+    report: dict[str, Any] = {"file": path.name, "cases": {}, "ok": True}
+    for case in GOLDEN_CASES:
+        golden = {
+            name.removeprefix(f"{case}."): tensor for name, tensor in tensors.items() if name.startswith(f"{case}.")
+        }
+        layer, x, routing = golden_layer(golden)
+        chosen = block_rows(len(x), routing.ids.shape[1], len(layer.experts))
+        blocks = {}
+        for block in (8, 16, 32, 48, 64):
+            result = stages(layer, x, routing, where, block)
+            total = result.gemm2.view(*routing.ids.shape, -1).to(torch.float32).sum(1)
+            blocks[block] = {
+                "gemm1": _difference(result.gemm1, golden["gemm1_out"]),
+                "activated": _difference(result.activated, golden["act_out"]),
+                "gemm2": _difference(result.gemm2, golden["gemm2_out"]),
+                "sum": _difference(total.to(torch.bfloat16), golden["out"]),
+                "sum to F32 reference": _difference(total, golden["ref"]),
+            }
+        distance = _difference(golden["out"], golden["ref"])["relative_l2"]
+        mine = blocks[chosen]
+        ok = all(mine[stage]["relative_l2"] < 1e-3 for stage in ("gemm1", "activated", "gemm2", "sum"))
+        ok = ok and mine["sum to F32 reference"]["relative_l2"] < 1.1 * distance
+        report["cases"][case] = {"ok": ok, "block": chosen, "golden to F32 reference": distance, "blocks": blocks}
+        report["ok"] &= ok
+    return report
+
+
+def _difference(ours: Tensor, golden: Tensor) -> dict[str, Any]:
+    mine, theirs = ours.cpu().to(torch.float64), golden.to(torch.float64)
+    return {
+        "relative_l2": float((mine - theirs).norm() / theirs.norm()),
+        "differing": int((mine != theirs).sum()),
+        "elements": mine.numel(),
+    }

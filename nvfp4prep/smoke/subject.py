@@ -1,0 +1,288 @@
+"""Subjects of the check: a packed output on disk, a logical checkpoint packed in memory, or an output being written."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvfp4prep import packing
+from nvfp4prep.checkpoint import Checkpoint
+from nvfp4prep.convert import Prepared
+from nvfp4prep.experts import Read, join_slices, load_expert, slice_expert
+from nvfp4prep.layouts.logical import Expert, LayerFacts, Scales
+from nvfp4prep.packing import DTYPES, PackJob, packed_layers, projections
+from nvfp4prep.plan import Rank, key_of
+from nvfp4prep.scales import Resolution
+from nvfp4prep.schema import MoeLayer
+from nvfp4prep.smoke.check import Reference, Subject
+from nvfp4prep.smoke.layer import LogicalLayer, PackedLayer, Weights
+from nvfp4prep.smoke.reference import reference_weights, weights_of
+from nvfp4prep.smoke.routing import RouterConfig, read_router, router_config
+from nvfp4prep.source import Source
+from nvfp4prep.targets import Target, activation_of
+from nvfp4prep.unpack import Packed
+
+UNPACKED: Reference = "its own unpacked bytes: cannot see errors made before packing"
+SOURCE: Reference = "source, dequantised"
+BF16: Reference = "BF16 checkpoint"
+
+
+@dataclass(frozen=True)
+class Real:
+    """Where real weights come from: a BF16 checkpoint, or a decided conversion's source."""
+
+    reference: Source | None = None
+    config: Mapping[str, Any] | None = None
+    source: Prepared | None = None
+
+
+# --- reading -----------------------------------------------------------------------------------------------------------
+
+
+class Mapped:
+    """Tensors of a Source through memory maps: only what is looked at becomes resident."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._files: dict[str, mmap.mmap] = {}
+
+    def __call__(self, key: str, index: int | None = None) -> Tensor:
+        """A tensor by key, or its slice along the first dimension; E4M3 as U8 codes."""
+        info = self._source.tensors[key]
+        if info.file not in self._files:
+            with (self._source.root / info.file).open("rb") as file:
+                self._files[info.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        dtype = DTYPES[info.dtype]
+        count = info.nbytes // dtype.itemsize
+        if count == 0:
+            return torch.empty(info.shape if index is None else info.shape[1:], dtype=dtype)
+        flat = torch.frombuffer(self._files[info.file], dtype=torch.uint8, offset=info.start, count=info.nbytes)
+        whole = (flat if info.start % dtype.itemsize == 0 else flat.clone()).view(dtype).view(info.shape)
+        return whole if index is None else whole[index]
+
+
+def _copied(read: Callable[[str, int | None], Tensor]) -> Read:
+    """A Read whose tensors may be changed in place."""
+    return lambda key, index: read(key, index).clone()
+
+
+# --- a logical checkpoint, packed in memory ------------------------------------------------------------------------------
+
+
+def from_prepared(prepared: Prepared, real: Real) -> Subject:
+    """A checkpoint decided for a packed target: each layer is packed in memory when it is looked at.
+
+    Args:
+        prepared: decided for a packed target.
+        real: where the reference's weights come from; the source itself when empty.
+
+    Raises:
+        LayoutError: routing or activation that is not known.
+    """
+    job = prepared.job.pack
+    assert job is not None
+    checkpoint = prepared.checkpoint
+    read = Mapped(checkpoint.source)
+
+    def pack(moe: MoeLayer, rank: Rank) -> PackedLayer:
+        return pack_in_memory(moe, rank, job, prepared.resolution, _copied(read))
+
+    return Subject(
+        job.target,
+        checkpoint.config,
+        tuple(packed_layers(checkpoint.schema)),
+        pack,
+        lambda moe: _source_layer(moe, prepared, read),
+        *_real_of(real if real.reference or real.source else replace(real, source=prepared)),
+        router=lambda moe: read_router(checkpoint.source, moe),
+        router_config=router_config(checkpoint.config),
+    )
+
+
+def pack_in_memory(moe: MoeLayer, rank: Rank, job: PackJob, resolution: Resolution, read: Read) -> PackedLayer:
+    """A rank's packed layer, from stored tensors."""
+    target = job.target
+    geometry, share = target.geometry(moe, rank.tp), target.share(moe, rank.tp)
+    facts = job.facts.get((moe.path, rank), LayerFacts(target.engine, target.activation_dtype))
+    experts = target.experts(moe, rank.ep)
+    scales = packing.rank_scales(moe, experts, resolution)
+    scalars = target.module.scalars(scales, job.activation(moe), facts)
+    stacked: dict[str, list[Tensor]] = {}
+    for position, e in enumerate(experts):
+        part = slice_expert(load_expert(moe, e, read, resolution.rescales)[0], share, rank.tp == 0)
+        own = packing.expert_facts(facts, scalars, position) if geometry.biased else facts
+        for name, value in target.module.pack(part, geometry, own).items():
+            stacked.setdefault(name, []).append(value)
+    packed = {name: torch.stack(values) for name, values in stacked.items()}
+    return PackedLayer(target, geometry, job.activation(moe), facts, experts, packed, scalars, scales)
+
+
+def _source_layer(moe: MoeLayer, prepared: Prepared, read: Mapped) -> LogicalLayer:
+    """What a layer means, from the source's tensors and the resolution."""
+    activation = activation_of(prepared.checkpoint.config, moe.gated)
+    scales = packing.rank_scales(moe, range(moe.expert_count), prepared.resolution)
+    rescales = prepared.resolution.rescales
+
+    def expert(e: int) -> Expert:
+        return load_expert(moe, e, _copied(read), rescales)[0]
+
+    return LogicalLayer(moe.hidden, moe.intermediate, moe.expert_count, activation, expert, scales)
+
+
+def _real_of(real: Real) -> tuple[Callable[[MoeLayer], Callable[[int], Weights]], Reference]:
+    """Real weights by layer and expert, and what to call them."""
+    if real.reference is not None and real.config is not None:
+        source, config = real.reference, real.config
+        return (lambda moe: reference_weights(source, config, moe)), BF16
+    assert real.source is not None
+    prepared = real.source
+    read = Mapped(prepared.checkpoint.source)
+    layers = {moe.path: moe for moe in packed_layers(prepared.checkpoint.schema)}
+    stored = Resolution(_raw_values(prepared), {}, (), (), ())
+
+    def of_layer(moe: MoeLayer) -> Callable[[int], Weights]:
+        own = layers[moe.path]
+        scales = packing.rank_scales(own, range(own.expert_count), stored)
+        return lambda e: weights_of(load_expert(own, e, _copied(read), {})[0], scales, e)
+
+    return of_layer, SOURCE
+
+
+def _raw_values(prepared: Prepared) -> Mapping[str, tuple[float, ...]]:
+    """The source's own scales, before anything was unified or normalised."""
+    job = prepared.job.pack
+    return job.raw if job is not None else prepared.resolution.values
+
+
+# --- a packed output on disk -------------------------------------------------------------------------------------------
+
+
+def from_packed(packed: Packed, real: Real) -> Subject:
+    """A packed output. Without a BF16 checkpoint or source, its own unpacked bytes are the reference.
+
+    Raises:
+        LayoutError: routing or activation that is not known.
+    """
+    target, source = packed.target, packed.source
+    read = Mapped(source)
+
+    def pack(moe: MoeLayer, rank: Rank) -> PackedLayer | None:
+        return stored_layer(moe, rank, target, packed.config, source, read)
+
+    def own(moe: MoeLayer) -> LogicalLayer:
+        return _unpacked_layer(moe, target, packed.config, source, read)
+
+    if real.source is not None:
+        prepared = real.source
+        mapped = Mapped(prepared.checkpoint.source)
+        layers = {moe.path: moe for moe in packed_layers(prepared.checkpoint.schema)}
+
+        def logical(moe: MoeLayer) -> LogicalLayer:
+            return _source_layer(layers[moe.path], prepared, mapped)
+    else:
+        logical = own
+    if real.reference is not None or real.source is not None:
+        weights, label = _real_of(real)
+    else:
+        weights, label = _dequantised(own), UNPACKED
+    return Subject(
+        target,
+        packed.config,
+        packed.layers,
+        pack,
+        logical,
+        weights,
+        label,
+        router=lambda moe: read_router(source, moe),
+        router_config=router_config(packed.config),
+    )
+
+
+def _dequantised(own: Callable[[MoeLayer], LogicalLayer]) -> Callable[[MoeLayer], Callable[[int], Weights]]:
+    def of_layer(moe: MoeLayer) -> Callable[[int], Weights]:
+        layer = own(moe)
+        return lambda e: weights_of(layer.expert(e), layer.scales, e)
+
+    return of_layer
+
+
+def stored_layer(
+    moe: MoeLayer, rank: Rank, target: Target, config: Mapping[str, Any], source: Source, read: Mapped
+) -> PackedLayer | None:
+    """A rank's packed layer as stored, or None when its files are not there."""
+    folder = target.folder(rank)
+    names = packing.stacked_names(moe, target)
+    present = {tensor: key_of(folder, name) for tensor, name in names.items() if key_of(folder, name) in source.tensors}
+    if "w13_weight" not in present:
+        return None
+    experts = target.experts(moe, rank.ep)
+    prefix = key_of(folder, target.own_prefix(moe))
+    scalars = {key[len(prefix) :]: read(key) for key in source.tensors if key.startswith(prefix)}
+    facts = packing.stored_facts(moe, rank, 0, target, read)
+    scales = _stored_scales(moe, scalars)
+    activation = activation_of(config, moe.gated)
+    geometry = target.geometry(moe, rank.tp)
+    packed = {tensor: read(key) for tensor, key in present.items()}
+    return PackedLayer(target, geometry, activation, facts, experts, packed, scalars, scales)
+
+
+def _stored_scales(moe: MoeLayer, scalars: Mapping[str, Tensor]) -> Scales:
+    """The logical global scales stored beside the packed tensors."""
+    inputs = [scalars[f"{p}_input_scale"] for p in projections(moe)[:-1] if f"{p}_input_scale" in scalars]
+    return Scales(
+        scalars.get("gate_weight_scale_2"),
+        scalars["up_weight_scale_2"],
+        scalars["down_weight_scale_2"],
+        torch.stack(inputs).amax(0) if inputs else None,
+        scalars.get("down_input_scale"),
+    )
+
+
+def _unpacked_layer(
+    moe: MoeLayer, target: Target, config: Mapping[str, Any], source: Source, read: Mapped
+) -> LogicalLayer:
+    """What a packed layer means, by the layout's unpack; all ranks must be there."""
+    share = moe.expert_count // target.ep
+    parts = [_stored_own(moe, target, source, read, ep) for ep in range(target.ep)]
+    scales = _stored_scales(moe, {name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+
+    @lru_cache(maxsize=2)
+    def expert(e: int) -> Expert:
+        ep_rank, position = divmod(e, share)
+        return join_slices(
+            [
+                packing.unpack_part(moe, Rank(tp, ep_rank), position, target, source.tensors, read)
+                for tp in range(target.tp)
+            ]
+        )
+
+    return LogicalLayer(
+        moe.hidden, moe.intermediate, moe.expert_count, activation_of(config, moe.gated), expert, scales
+    )
+
+
+def _stored_own(moe: MoeLayer, target: Target, source: Source, read: Mapped, ep_rank: int) -> dict[str, Tensor]:
+    prefix = key_of(target.folder(Rank(0, ep_rank)), target.own_prefix(moe))
+    wanted = [f"{p}_{param}" for p in projections(moe) for param in ("weight_scale_2", "input_scale")]
+    return {name: read(prefix + name) for name in wanted if prefix + name in source.tensors}
+
+
+__all__ = [
+    "BF16",
+    "SOURCE",
+    "UNPACKED",
+    "Checkpoint",
+    "Mapped",
+    "Path",
+    "Real",
+    "RouterConfig",
+    "from_packed",
+    "from_prepared",
+]
