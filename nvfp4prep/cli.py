@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from nvfp4prep import __version__
-from nvfp4prep.errors import EXIT_ENVIRONMENT, EXIT_INTERRUPTED, EXIT_TERMINATED, InputRefused, Stop, UsageFault
+from nvfp4prep.errors import (
+    EXIT_CHECK_FAILED,
+    EXIT_ENVIRONMENT,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    CheckFailed,
+    InputRefused,
+    Stop,
+    UsageFault,
+)
 from nvfp4prep.findings import printable
 
 if TYPE_CHECKING:
@@ -26,6 +35,7 @@ if TYPE_CHECKING:
 _SHOWN_FINDINGS = 40
 _PIPE_WIDTH = 140
 _LINE_SECONDS = 5.0
+_CONVERT_TOKENS = (1, 64)
 _SIZE_UNITS = {
     "": 1,
     "K": 10**3,
@@ -84,6 +94,35 @@ class _ByteSize(click.ParamType[int]):
         return size
 
 
+class _Layers(click.ParamType[Any]):
+    """all, first-last, or layer numbers: 0,5."""
+
+    name = "layers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in ("all", "first-last") or isinstance(value, tuple):
+            return value
+        return _numbers(self, value, 0, param, ctx)
+
+
+class _Counts(click.ParamType[tuple[int, ...]]):
+    """Token counts: 1,7,64."""
+
+    name = "counts"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        return value if isinstance(value, tuple) else _numbers(self, value, 1, param, ctx)
+
+
+def _numbers(
+    kind: click.ParamType[Any], value: Any, least: int, param: click.Parameter | None, ctx: click.Context | None
+) -> tuple[int, ...]:
+    parts = str(value).split(",")
+    if not all(part.strip().isdecimal() and len(part) < 10 and int(part) >= least for part in parts):
+        kind.fail(f"{value!r}: numbers from {least} on, with commas between them", param, ctx)
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
 _TARGETS = (
     "hf",
     "flashinfer-trtllm",
@@ -93,6 +132,7 @@ _TARGETS = (
     "vllm-marlin",
     "auto",
 )
+_BACKENDS = ("auto", "flashinfer-trtllm", "flashinfer-cutlass", "flashinfer-cutedsl", "marlin", "emulator")
 _GPUS = ("b200", "b300", "rtx50", "h200", "h100", "a100")
 
 _output_options = [
@@ -166,6 +206,14 @@ def _with_output_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--max-shard-size", type=_ByteSize(), help="Largest output file.  [default: 5GB, or as in SRC's manifest]"
 )
+@click.option(
+    "--smoke-layers",
+    type=_Layers(),
+    default="first-last",
+    show_default=True,
+    help="MoE layers that the smoke check runs before OUT appears: all, first-last, or numbers like 0,5.",
+)
+@click.option("--no-smoke", is_flag=True, help="Leave the smoke check out.")
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
 @click.option("-v", "--verbose", is_flag=True, help="Every finding, and each layer's scales.")
 @_with_output_options
@@ -175,6 +223,8 @@ def convert(
     targets: tuple[str, ...],
     gpu: str | None,
     max_shard_size: int | None,
+    smoke_layers: Any,
+    no_smoke: bool,
     workers: int | None,
     dry_run: bool,
     overwrite: bool,
@@ -217,10 +267,16 @@ def convert(
             return
         total = sum(one.plan.nbytes_of_tensors for one in prepared)
         with _progress(total, bar=not as_json, enabled=not quiet) as advance:
-            result = conversion.write_all(prepared, out, overwrite=overwrite, workers=threads, progress=advance)
+            reports: list[dict[str, Any]] = []
+            check = (
+                conversion.no_check if no_smoke else _smoke_hook(smoke_layers, reports, shown=not (as_json or quiet))
+            )
+            result = conversion.write_all(
+                prepared, out, overwrite=overwrite, workers=threads, progress=advance, check=check
+            )
         if as_json:
             last = {"manifest": result.manifest} if len(names) == 1 else {"manifests": list(result.manifests)}
-            _print_json({"dry_run": False, "out": str(out), **shown, **last})
+            _print_json({"dry_run": False, "out": str(out), **shown, **last, "smoke": reports})
         elif not quiet:
             _print_result(prepared, result)
 
@@ -262,6 +318,80 @@ def unpack(packed: Path, out: Path, workers: int | None, overwrite: bool, as_jso
             click.echo(f"Done: {out}; unpacked from {found.packed.target.layout_id}.")
 
 
+@main.command(short_help="Run a packed MoE layer on a real kernel or the emulator, against references.")
+@click.argument("ckpt")
+@click.option("--reference", help="The original BF16 checkpoint: directory or Hub repo.")
+@click.option("--source", help="The ModelOpt checkpoint that a packed CKPT was made from.")
+@click.option("--target", type=click.Choice(_TARGETS[1:-1]), help="What a logical CKPT is packed for.  [default: auto]")
+@click.option(
+    "--engine", type=click.Choice(["vllm", "sglang"]), default="vllm", show_default=True, help="With --target."
+)
+@click.option("--backend", type=click.Choice(_BACKENDS), default="auto", show_default=True, help="What runs it.")
+@click.option(
+    "--layers", type=_Layers(), default="all", show_default=True, help="all, first-last, or numbers like 0,5."
+)
+@click.option("--tokens", type=_Counts(), default="1,7,64,1024", show_default=True, help="Token counts.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the hidden states.")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Multiplies all tolerances (docs/smoke.md).",
+)
+@click.option("--self-test", is_flag=True, help="Break the packed layer on purpose, and show that the check notices.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    help="Write the report as JSON; - is stdout.",
+)
+def smoke(
+    ckpt: str,
+    reference: str | None,
+    source: str | None,
+    target: str | None,
+    engine: Any,
+    backend: str,
+    layers: Any,
+    tokens: tuple[int, ...],
+    seed: int,
+    tolerance: float,
+    self_test: bool,
+    json_file: Path | None,
+) -> None:
+    """Check that CKPT, packed or to be packed in memory, computes the right thing: exit 0 passed, 1 failed."""
+    to_stdout = json_file is not None and str(json_file) == "-"
+    with _stops(to_stdout):
+        from nvfp4prep.convert import Options
+        from nvfp4prep.smoke import view
+        from nvfp4prep.smoke.check import Settings, check
+        from nvfp4prep.smoke.run import subject_of
+
+        options = None if target is None else Options(target, engine=engine)
+        subject = subject_of(ckpt, options, reference, source)
+        settings = Settings(backend, layers, tokens, seed, tolerance)
+        found = check(subject, settings, lambda path: click.echo(f"running {path}", err=True))
+        value = view.to_json(found)
+        if not to_stdout:
+            _print(view.report(found))
+        passed = found.passed
+        if self_test:
+            from nvfp4prep.smoke import selftest
+
+            results = selftest.self_test(subject, settings)
+            value["self_test"] = view.self_test_json(results)
+            passed = passed and all(result.status != "missed" for result in results)
+            if not to_stdout:
+                _print(view.self_test(results))
+        if to_stdout:
+            _print_json(value)
+        elif json_file is not None:
+            json_file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+        if not passed:
+            sys.exit(EXIT_CHECK_FAILED)
+
+
 @main.command(short_help="List the packed targets.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else there.")
 def targets(as_json: bool) -> None:
@@ -292,6 +422,37 @@ def inspect(src: str, as_json: bool, layer: int | None) -> None:
             from nvfp4prep import inspection_view
 
             _print(inspection_view.inspection(found))
+
+
+def _smoke_hook(layers: Any, reports: list[dict[str, Any]], *, shown: bool) -> Callable[[Prepared, Path], None]:
+    """For `write_all`: run the smoke check on finished shards; a failure keeps OUT from appearing."""
+
+    def check(prepared: Prepared, root: Path) -> None:
+        from nvfp4prep.smoke import run, view
+        from nvfp4prep.smoke.check import Settings
+        from nvfp4prep.smoke.check import check as run_check
+
+        if not any(moe.format.value == "NVFP4" for moe in prepared.checkpoint.schema.moe_layers):
+            return
+        try:
+            subject = run.subject_of_output(prepared, root)
+        except run.NotChecked as reason:
+            reports.append({"target": prepared.options.target, "checked": False, "because": str(reason)})
+            if shown:
+                _say(f"smoke check not run: {reason}\n")
+            return
+        found = run_check(subject, Settings(layers=layers, tokens=_CONVERT_TOKENS))
+        reports.append(view.to_json(found))
+        if not found.passed:
+            _print_to_stderr(view.report(found))
+            raise CheckFailed(
+                f"the smoke check failed; {root} holds the output without config or index, for looking into"
+            )
+        if shown:
+            ran = found.backend if found.kernel_ran else f"emulator; kernel not run: {found.why_not}"
+            _say(f"smoke check of {found.target}: {len(found.rows)} comparisons passed ({ran})\n")
+
+    return check
 
 
 # --- how a run ends ------------------------------------------------------------------------------------------------
@@ -368,6 +529,13 @@ def _print(renderable: Any) -> None:
     console.print(renderable, soft_wrap=True)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     _say("".join(line.rstrip() + "\n" for line in lines))
+
+
+def _print_to_stderr(renderable: Any) -> None:
+    from rich.console import Console
+
+    width = None if sys.stderr.isatty() else _PIPE_WIDTH
+    Console(stderr=True, highlight=False, width=width, soft_wrap=width is not None).print(renderable)
 
 
 def _print_plan(prepared: Prepared, verbose: bool) -> None:

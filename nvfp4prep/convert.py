@@ -243,12 +243,26 @@ def write(prepared: Prepared, out: Path, *, overwrite: bool, workers: int, progr
     return write_all([prepared], out, overwrite=overwrite, workers=workers, progress=progress)
 
 
+def no_check(prepared: Prepared, root: Path) -> None:
+    """For `write_all`: nothing is checked before the output takes its name."""
+
+
 def write_all(
-    targets: Sequence[Prepared], out: Path, *, overwrite: bool, workers: int, progress: Callable[[int], None]
+    targets: Sequence[Prepared],
+    out: Path,
+    *,
+    overwrite: bool,
+    workers: int,
+    progress: Callable[[int], None],
+    check: Callable[[Prepared, Path], None] = no_check,
 ) -> Result:
     """Write one or several prepared targets of one checkpoint, each to its folder of `out`, reading the source once.
 
+    `check(prepared, folder)` looks at the finished shards, which have no config or index yet; where it raises
+    CheckFailed, they stay under OUT.partial and OUT does not appear.
+
     Raises:
+        CheckFailed: by `check`.
         UsageFault: the destination can't be used.
         EnvironmentFault: I/O; nothing is left under `out`.
     """
@@ -263,6 +277,8 @@ def write_all(
                     output.copy_side_file(source.root / name, key_of(prepared.folder, name))
         outcome = execute(source, plan, [prepared.job for prepared in targets], output, workers, progress)
         output.seal()
+        for prepared in targets:
+            check(prepared, output.partial)
         digests = shard_digests(plan, outcome)
         written = [_manifest(prepared, number, outcome, digests) for number, prepared in enumerate(targets)]
         small = [_small_files(prepared, manifest) for prepared, manifest in zip(targets, written, strict=True)]

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from nvfp4prep.errors import EnvironmentFault, UsageFault
+from nvfp4prep.errors import CheckFailed, EnvironmentFault, UsageFault
 from nvfp4prep.plan import Shard
 
 MARKER = ".nvfp4prep-partial"
@@ -81,7 +81,7 @@ def check_space(out: Path, needed: int) -> None:
 
 
 class PartialOutput:
-    """An output being written. Leaving the context without `publish` deletes it."""
+    """An output being written. Leaving the context without `publish` deletes it, unless a check failed on it."""
 
     def __init__(self, out: Path) -> None:
         self.out = destination(out)
@@ -108,7 +108,7 @@ class PartialOutput:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
-        if not self._published:
+        if not self._published and not isinstance(value, CheckFailed):
             shutil.rmtree(self.partial, ignore_errors=True)
         os.close(self._lock)
 

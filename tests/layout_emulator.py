@@ -1,8 +1,9 @@
 """What each fused-MoE kernel computes from packed bytes, and what a layer should compute; numpy, F64.
 
-The kernels are read from their index formulas alone (those of nvfp4prep.smoke.emulator): a byte's offset for (expert,
-row, k), nothing of nvfp4prep's pack, unpack or permutations. Sizes come from the shapes of the kernel's arguments. Activations stay unquantised: where
-a kernel quantises with 1/a, `x · (1/a)` is exact here, so only the algebra of the scales is left.
+The kernels are read from their index formulas alone, those of nvfp4prep.smoke.emulator: a byte's offset for (expert,
+row, k), nothing of nvfp4prep's pack, unpack or permutations. Sizes come from the shapes of the kernel's arguments.
+Activations stay unquantised: where a kernel quantises with 1/a, `x · (1/a)` is exact here, so only the algebra of the
+scales is left.
 
 Each `run_*` takes the dictionary of the layout's `kernel_args`, one expert's number and tokens x [T, K'], and returns
 the expert's output [T, H'].

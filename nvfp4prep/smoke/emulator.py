@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nvfp4prep.smoke.layer import PackedLayer, Routing, Weights
-from nvfp4prep.smoke.rounding import rounding_of, weighted_sum
+from nvfp4prep.smoke.rounding import FOLDED, rounding_of, weighted_sum
 
 _F32 = torch.float32
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -406,7 +406,7 @@ class _OneAlpha(_Kernel):
         between = rounding.at("activation", self.activate(gate, up, position))
         b = quantise(between, self.second_scale(position)) if self.quantised else between
         if rounding.folded and w.down_bias is None:
-            return Stages(gate, up, between, rounding.at("gemm2", _linear(b, w.down)), second)
+            return Stages(gate, up, between, rounding.at("gemm2", _linear(b, w.down) / FOLDED), second * FOLDED)
         return Stages(gate, up, between, gemm(b, w.down, w.down_bias, second, "gemm2"))
 
     def swiglu(self, position: int) -> tuple[float | None, float | None, float | None]:

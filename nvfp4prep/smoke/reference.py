@@ -22,7 +22,7 @@ from nvfp4prep.numerics import dequantize_nvfp4, quantize_dequantize_nvfp4
 from nvfp4prep.packing import reader
 from nvfp4prep.schema import FLOAT_DTYPES, GateUpOrder, Linear, MoeLayer, build_schema, gate_up_order
 from nvfp4prep.smoke.layer import LogicalLayer, Routing, Weights
-from nvfp4prep.smoke.rounding import NO_ROUNDING, Rounding, weighted_sum
+from nvfp4prep.smoke.rounding import FOLDED, NO_ROUNDING, Rounding, weighted_sum
 from nvfp4prep.source import Source, read_range, refuse
 from nvfp4prep.targets import Target
 
@@ -85,13 +85,15 @@ def exact(
     def expert(e: int, token: Tensor) -> tuple[Tensor, Tensor | None]:
         logical = layer.expert(e)
         folded = points.folded and logical.down_bias is None
-        weights = weights_of(logical, replace(scales, down=torch.ones_like(scales.down)) if folded else scales, e)
+        weights = weights_of(
+            logical, replace(scales, down=torch.full_like(scales.down, 1 / FOLDED)) if folded else scales, e
+        )
         quantisers: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = (_identity, _identity)
         if not weight_only:
             assert scales.w13_input is not None and scales.w2_input is not None
             quantisers = _quantiser(scales.w13_input[e]), _quantiser(scales.w2_input[e])
         out = _expert(weights, layer.activation, x[token], quantisers, points)
-        return out, scales.down[e].to(x.device) if folded else None
+        return out, scales.down[e].to(x.device) * FOLDED if folded else None
 
     return weighted_sum(routing, range(layer.expert_count), x.shape[0], layer.hidden, expert, rounding)
 

@@ -46,6 +46,10 @@ class Rounding:
 
 NO_ROUNDING = Rounding()
 
+FOLDED = 2.0**7
+"""What a folded alpha is multiplied and the expert's output divided by, as in Marlin's registers: FP16 has few
+exponents."""
+
 ROUNDING: Mapping[str, Rounding] = {
     # Activation and requantisation in GEMM1's epilogue; rows of GEMM2 and routing weights are BF16 for the finalize
     # kernel, which sums in F32. The kernel is a binary: read from its runner and its callers, not from its source.
@@ -97,7 +101,7 @@ def away_from_ties(x: Tensor, scales: Tensor, margin: float = 2.0**-16) -> Tenso
     blocks = x.view(x.shape[0], -1, BLOCK)
     for _ in range(16):
         moved = torch.zeros_like(blocks, dtype=torch.bool)
-        for a in scales.to(x.device, torch.float32).unique():
+        for a in set(scales.to(torch.float32).tolist()):
             values = blocks.to(torch.float32)
             amax = values.abs().amax(-1, keepdim=True)
             ideal = amax / (6 * a)

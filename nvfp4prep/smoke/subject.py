@@ -6,14 +6,13 @@ import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nvfp4prep import packing
-from nvfp4prep.checkpoint import Checkpoint
+from nvfp4prep.checkpoint import scale_values
 from nvfp4prep.convert import Prepared
 from nvfp4prep.experts import Read, join_slices, load_expert, slice_expert
 from nvfp4prep.layouts.logical import Expert, LayerFacts, Scales
@@ -24,7 +23,7 @@ from nvfp4prep.schema import MoeLayer
 from nvfp4prep.smoke.check import Reference, Subject
 from nvfp4prep.smoke.layer import LogicalLayer, PackedLayer, Weights
 from nvfp4prep.smoke.reference import reference_weights, weights_of
-from nvfp4prep.smoke.routing import RouterConfig, read_router, router_config
+from nvfp4prep.smoke.routing import read_router, router_config
 from nvfp4prep.source import Source
 from nvfp4prep.targets import Target, activation_of
 from nvfp4prep.unpack import Packed
@@ -145,7 +144,7 @@ def _real_of(real: Real) -> tuple[Callable[[MoeLayer], Callable[[int], Weights]]
     prepared = real.source
     read = Mapped(prepared.checkpoint.source)
     layers = {moe.path: moe for moe in packed_layers(prepared.checkpoint.schema)}
-    stored = Resolution(_raw_values(prepared), {}, (), (), ())
+    stored = Resolution(scale_values(prepared.checkpoint), {}, (), (), ())
 
     def of_layer(moe: MoeLayer) -> Callable[[int], Weights]:
         own = layers[moe.path]
@@ -153,12 +152,6 @@ def _real_of(real: Real) -> tuple[Callable[[MoeLayer], Callable[[int], Weights]]
         return lambda e: weights_of(load_expert(own, e, _copied(read), {})[0], scales, e)
 
     return of_layer, SOURCE
-
-
-def _raw_values(prepared: Prepared) -> Mapping[str, tuple[float, ...]]:
-    """The source's own scales, before anything was unified or normalised."""
-    job = prepared.job.pack
-    return job.raw if job is not None else prepared.resolution.values
 
 
 # --- a packed output on disk -------------------------------------------------------------------------------------------
@@ -272,17 +265,3 @@ def _stored_own(moe: MoeLayer, target: Target, source: Source, read: Mapped, ep_
     prefix = key_of(target.folder(Rank(0, ep_rank)), target.own_prefix(moe))
     wanted = [f"{p}_{param}" for p in projections(moe) for param in ("weight_scale_2", "input_scale")]
     return {name: read(prefix + name) for name in wanted if prefix + name in source.tensors}
-
-
-__all__ = [
-    "BF16",
-    "SOURCE",
-    "UNPACKED",
-    "Checkpoint",
-    "Mapped",
-    "Path",
-    "Real",
-    "RouterConfig",
-    "from_packed",
-    "from_prepared",
-]

@@ -1,0 +1,140 @@
+"""From what a person names to a run of the check: checkpoints on disk, and outputs that are being written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from nvfp4prep import quant_config as qc
+from nvfp4prep.checkpoint import Checkpoint, read_checkpoint
+from nvfp4prep.convert import Options, Prepared, decide
+from nvfp4prep.errors import InputRefused, UsageFault
+from nvfp4prep.findings import Finding
+from nvfp4prep.header import TensorInfo
+from nvfp4prep.layouts.logical import LayoutError
+from nvfp4prep.packing import packed_layers
+from nvfp4prep.schema import build_schema
+from nvfp4prep.smoke.check import Subject
+from nvfp4prep.smoke.subject import Real, from_packed, from_prepared
+from nvfp4prep.source import Source, open_source, read_json
+from nvfp4prep.targets import HF, Target, check_target, present_capability, target_for
+from nvfp4prep.unpack import Packed, read_packed_output
+
+
+class NotChecked(Exception):
+    """An output that the check can't run on; the message says why."""
+
+
+# --- checkpoints on disk ------------------------------------------------------------------------------------------------
+
+
+def subject_of(ckpt: str, options: Options | None, reference: str | None, source: str | None) -> Subject:
+    """The subject that a person names.
+
+    Args:
+        ckpt: a packed output, or a logical checkpoint, which is packed in memory.
+        options: how a logical one is packed; None chooses the target as `--target auto` does.
+        reference: a BF16 checkpoint.
+        source: the ModelOpt checkpoint that a packed output was made from.
+
+    Raises:
+        InputRefused: one of them can't be used, or routing or activation are not known.
+        UsageFault: options that don't fit.
+    """
+    real = Real()
+    if reference is not None:
+        opened = open_source(reference)
+        real = replace(real, reference=opened, config=read_json(opened.root, qc.CONFIG) or {})
+    try:
+        if _is_packed(Path(ckpt)):
+            return from_packed(*_packed(Path(ckpt), options, real, source))
+        if source is not None:
+            raise UsageFault("--source is for packed outputs; a logical checkpoint is its own source")
+        checkpoint = read_checkpoint(ckpt)
+        chosen = options or Options(default_target(checkpoint))
+        if chosen.target == HF:
+            raise InputRefused([Finding("nothing-to-check", "error", "no NVFP4 experts that a packed target takes")])
+        return from_prepared(decide(checkpoint, chosen), real)
+    except LayoutError as error:
+        raise InputRefused([Finding("smoke-refused", "error", str(error))]) from None
+
+
+def _is_packed(path: Path) -> bool:
+    section = (read_json(path, qc.CONFIG) or {}).get("quantization_config") if path.is_dir() else None
+    return isinstance(section, Mapping) and section.get("quant_method") == "nvfp4prep"
+
+
+def _packed(path: Path, options: Options | None, real: Real, source: str | None) -> tuple[Packed, Real]:
+    packed = read_packed_output(path)
+    if options is not None and options.target != packed.target.layout:
+        raise UsageFault(f"{path} is packed as {packed.target.layout_id}; leave --target out")
+    if source is None:
+        return packed, real
+    return packed, replace(real, source=decide(read_checkpoint(source), _options_of(packed)))
+
+
+def _options_of(packed: Packed) -> Options:
+    """The options of the run that packed it, from its manifest."""
+    run = next((run for run in reversed(packed.manifest["runs"]) if isinstance(run, dict)), {})
+    asked = run.get("options", {})
+    target = packed.target
+    return Options(
+        target.layout,
+        asked.get("input_scale", "layer-max"),
+        asked.get("w13_scale", "auto"),
+        asked.get("impute", "none"),
+        engine=target.engine,
+        tp=target.tp,
+        ep=target.ep,
+        activation_dtype=target.activation_dtype,
+    )
+
+
+def default_target(checkpoint: Checkpoint) -> str:
+    """As `--target auto`, but without a GPU flashinfer-trtllm; vllm-marlin where that does not fit; hf where nothing does."""
+    wanted = target_for(present_capability())
+    for layout in dict.fromkeys((wanted if wanted != HF else "flashinfer-trtllm", "flashinfer-trtllm", "vllm-marlin")):
+        target = Target(layout)
+        if not check_target(checkpoint.schema, checkpoint.config, checkpoint.weight_only, target, "auto", "layer-max"):
+            return layout
+    return HF
+
+
+# --- outputs being written -----------------------------------------------------------------------------------------------
+
+
+def subject_of_output(prepared: Prepared, root: Path) -> Subject:
+    """The subject of a conversion whose shards are complete under `root`, without config or index yet.
+
+    Raises:
+        NotChecked: there are no experts to check, or their routing is not known.
+    """
+    checkpoint, pack = prepared.checkpoint, prepared.job.pack
+    source = _written(prepared, root)
+    try:
+        if pack is not None:
+            layers = tuple(packed_layers(checkpoint.schema))
+            packed = Packed(source, checkpoint.config, {}, pack.target, layers, {})
+            return from_packed(packed, Real(source=prepared))
+        schema = build_schema(source.tensors, checkpoint.config)
+        output = replace(checkpoint, source=source, schema=schema, quant=prepared.quant, findings=(), manifest=None)
+        target = default_target(output)
+        if target == HF:
+            raise NotChecked("no NVFP4 experts that a packed target takes")
+        return from_prepared(decide(output, Options(target, prepared.policy.input_scale)), Real(source=prepared))
+    except LayoutError as error:
+        raise NotChecked(str(error)) from None
+    except InputRefused as refused:
+        raise NotChecked(refused.findings[0].message) from None
+
+
+def _written(prepared: Prepared, root: Path) -> Source:
+    """The written shards as a Source, keyed as `read_directory` or `read_packed` would."""
+    skip = len(prepared.folder) + 1 if prepared.folder else 0
+    tensors: dict[str, TensorInfo] = {}
+    for key, tensor in prepared.plan.outputs.items():
+        tensors[key[skip:]] = replace(tensor, file=tensor.file[skip:])
+    shards = {shard.file[skip:]: shard.nbytes for shard in prepared.plan.shards}
+    place = root / prepared.folder if prepared.folder else root
+    return Source(place, prepared.checkpoint.source.spec, None, shards, {}, tensors, (), ())
