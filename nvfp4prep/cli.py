@@ -8,8 +8,11 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,6 +23,7 @@ from nvfp4prep.errors import (
     EXIT_CHECK_FAILED,
     EXIT_ENVIRONMENT,
     EXIT_INTERRUPTED,
+    EXIT_OK,
     EXIT_TERMINATED,
     CheckFailed,
     InputRefused,
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 _SHOWN_FINDINGS = 40
 _PIPE_WIDTH = 140
 _LINE_SECONDS = 5.0
+_MOST_BYTES = 1 << 63
 _CONVERT_TOKENS = (1, 64)
 _SIZE_UNITS = {
     "": 1,
@@ -50,23 +55,33 @@ _SIZE_UNITS = {
 
 
 class _Main(click.Group):
-    """Usage errors as JSON too, where --json is asked for."""
+    """Every way to end has its exit code and one message, as JSON too where --json is asked for."""
+
+    _as_json = False
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        asked = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
-        if "--json" not in asked or not kwargs.get("standalone_mode", True):
+        if not kwargs.get("standalone_mode", True):
             return super().main(*args, **kwargs)
-        try:
-            super().main(*args, **{**kwargs, "standalone_mode": False})
-        except click.ClickException as error:
-            error.show()
-            _print_json({"error": {"exit_code": error.exit_code, "message": error.format_message()}})
-            sys.exit(error.exit_code)
-        except click.exceptions.Exit as end:
-            sys.exit(end.exit_code)
-        except click.Abort:
-            sys.exit(EXIT_INTERRUPTED)
-        return None
+        asked = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
+        self._as_json = as_json = "--json" in asked
+        _stdout.lost = None
+        _open_standard_streams()
+        with _stops(as_json):
+            try:
+                code = super().main(*args, **{**kwargs, "standalone_mode": False})
+            except click.ClickException as error:
+                with suppress(OSError):
+                    error.show()
+                if as_json:
+                    _print_json({"error": {"exit_code": error.exit_code, "message": error.format_message()}})
+                sys.exit(error.exit_code)
+            except click.Abort as abort:
+                raise abort.__cause__ or KeyboardInterrupt from None
+        sys.exit(code if isinstance(code, int) else EXIT_OK)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _stops(self._as_json):  # before click sees an interrupt
+            return super().invoke(ctx)
 
 
 @click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -88,10 +103,12 @@ class _ByteSize(click.ParamType[int]):
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", str(value).strip().upper())
         if match is None or match[2] not in _SIZE_UNITS:
             self.fail(f"{value!r} is no size; write 5GB or 512MiB", param, ctx)
-        size = int(float(match[1]) * _SIZE_UNITS[match[2]])
+        size = Decimal(match[1]) * _SIZE_UNITS[match[2]]
         if size < 1:
             self.fail("a shard needs at least one byte", param, ctx)
-        return size
+        if size > _MOST_BYTES:
+            self.fail("no file is that large; write 5GB or 512MiB", param, ctx)
+        return min(int(size), _MOST_BYTES // 2)  # the most that a manifest may hold
 
 
 class _Layers(click.ParamType[Any]):
@@ -234,21 +251,21 @@ def convert(
     **choices: Any,
 ) -> None:
     """Convert SRC, a directory or Hub repo (org/name[@revision]), to OUT, a new directory."""
-    from nvfp4prep import convert as conversion
-    from nvfp4prep import writer
-    from nvfp4prep.checkpoint import read_checkpoint
-
     if quiet and verbose:
         raise click.UsageError("-q and -v exclude each other")
-    with _stops(as_json):
+    with _stops(as_json) as ending:
+        from nvfp4prep import convert as conversion
+        from nvfp4prep import writer
+        from nvfp4prep.checkpoint import read_checkpoint
+
         threads = workers or conversion.default_workers()
         names = _resolve_targets(targets, gpu)
         try:
-            writer.check_destination(out, Path(src), overwrite=overwrite)
+            writer.check_destination(out, Path(src).expanduser(), overwrite=overwrite)
         except UsageFault as fault:
             if not dry_run:
                 raise
-            click.echo(f"a real run would stop here: {fault}", err=True)
+            _tell(f"a real run would stop here: {fault}")
         checkpoint = read_checkpoint(src)
         prepared = []
         for number, name in enumerate(names):
@@ -274,6 +291,7 @@ def convert(
             result = conversion.write_all(
                 prepared, out, overwrite=overwrite, workers=threads, progress=advance, check=check
             )
+            ending.on_disk = f"{out} is complete"
         if as_json:
             last = {"manifest": result.manifest} if len(names) == 1 else {"manifests": list(result.manifests)}
             _print_json({"dry_run": False, "out": str(out), **shown, **last, "smoke": reports})
@@ -292,7 +310,7 @@ def _resolve_targets(targets: tuple[str, ...], gpu: str | None) -> list[str]:
 
             capability = present_capability() if gpu is None else GPU_CAPABILITIES[gpu]
             name = target_for(capability)
-            click.echo(f"--target auto: {name} ({capability or 'no GPU here'})", err=True)
+            _tell(f"--target auto: {name} ({capability or 'no GPU here'})")
         names.append(name)
     return list(dict.fromkeys(names))
 
@@ -303,19 +321,20 @@ def _resolve_targets(targets: tuple[str, ...], gpu: str | None) -> list[str]:
 @_with_output_options
 def unpack(packed: Path, out: Path, workers: int | None, overwrite: bool, as_json: bool, quiet: bool) -> None:
     """Write the hf checkpoint that PACKED, a packed output of convert, was made from."""
-    from nvfp4prep import unpack as unpacking
-    from nvfp4prep.convert import default_workers
+    with _stops(as_json) as ending:
+        from nvfp4prep import unpack as unpacking
+        from nvfp4prep.convert import default_workers
 
-    with _stops(as_json):
         found = unpacking.prepare(packed, out, overwrite=overwrite)
         with _progress(found.plan.nbytes_of_tensors, bar=not as_json, enabled=not quiet) as advance:
             manifest = unpacking.write(
                 found, out, overwrite=overwrite, workers=workers or default_workers(), progress=advance
             )
+            ending.on_disk = f"{out} is complete"
         if as_json:
             _print_json({"out": str(out), "manifest": manifest})
         elif not quiet:
-            click.echo(f"Done: {out}; unpacked from {found.packed.target.layout_id}.")
+            _say(f"Done: {out}; unpacked from {found.packed.target.layout_id}.\n")
 
 
 @main.command(short_help="Run a packed MoE layer on a real kernel or the emulator, against references.")
@@ -371,7 +390,7 @@ def smoke(
         options = None if target is None else Options(target, engine=engine)
         subject = subject_of(ckpt, options, reference, source)
         settings = Settings(backend, layers, tokens, seed, tolerance)
-        found = check(subject, settings, lambda path: click.echo(f"running {path}", err=True))
+        found = check(subject, settings, lambda path: _tell(f"running {path}"))
         value = view.to_json(found)
         if not to_stdout:
             _print(view.report(found))
@@ -396,14 +415,15 @@ def smoke(
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else there.")
 def targets(as_json: bool) -> None:
     """List the packed targets: kernel, GPUs, engines, alignment, scalars, what they need."""
-    from nvfp4prep import render
-    from nvfp4prep.targets import target_table
+    with _stops(as_json):
+        from nvfp4prep import render
+        from nvfp4prep.targets import target_table
 
-    rows = target_table()
-    if as_json:
-        _print_json({"targets": rows})
-    else:
-        _print(render.targets(rows))
+        rows = target_table()
+        if as_json:
+            _print_json({"targets": rows})
+        else:
+            _print(render.targets(rows))
 
 
 @main.command(short_help="Show what a checkpoint holds and what engines do with it.")
@@ -412,9 +432,9 @@ def targets(as_json: bool) -> None:
 @click.option("--layer", type=click.IntRange(0), help="Only this layer, expert by expert.")
 def inspect(src: str, as_json: bool, layer: int | None) -> None:
     """Show what SRC holds, what each engine would do with it, and what convert would change."""
-    from nvfp4prep import inspection
-
     with _stops(as_json):
+        from nvfp4prep import inspection
+
         found = inspection.inspect(src, layer)
         if as_json:
             _print_json(inspection.to_json(found))
@@ -462,47 +482,112 @@ class _Terminated(KeyboardInterrupt):
     """SIGTERM: ended as cleanly as SIGINT."""
 
 
-def _terminate(*_: object) -> NoReturn:
-    raise _Terminated
+@dataclass
+class _Ending:
+    """What the message that ends a command must know: what is on disk, the signal that came, what stdout lost."""
+
+    on_disk: str = "nothing was left behind"
+    signalled: type[KeyboardInterrupt] | None = None
 
 
 @contextmanager
-def _stops(as_json: bool) -> Iterator[None]:
+def _stops(as_json: bool) -> Iterator[_Ending]:
     """Turn every expected stop into a message on stderr (and JSON on stdout) and its exit code."""
-    before = signal.signal(signal.SIGTERM, _terminate)
+    ending = _Ending()
+    with _signals(ending):
+        try:
+            try:
+                yield ending
+            except Exception as error:  # a signal during an import or a callback may come out as anything
+                if ending.signalled is None or isinstance(error, click.ClickException | click.exceptions.Exit):
+                    raise
+                raise ending.signalled from error
+        except Stop as stop:
+            findings: tuple[Finding, ...] = stop.findings if isinstance(stop, InputRefused) else ()
+            lines = [str(finding) for finding in findings] or [str(stop)]
+            _end(stop.exit_code, [*lines, *_notes(stop)], findings, as_json)
+        except KeyboardInterrupt as interrupt:
+            code, what = EXIT_INTERRUPTED, "interrupted"
+            if isinstance(interrupt, _Terminated):
+                code, what = EXIT_TERMINATED, "terminated"
+            _end(code, ["; ".join([what, *(_notes(interrupt) or [ending.on_disk])])], (), as_json)
+        except OSError as error:
+            place = f"{error.filename}: " if error.filename else ""
+            _end(EXIT_ENVIRONMENT, [f"{place}{error.strerror or error}", *_notes(error)], (), as_json)
+        except MemoryError as error:
+            _end(EXIT_ENVIRONMENT, ["out of memory; use fewer --workers", *_notes(error)], (), as_json)
+        if _stdout.lost is not None:
+            _end(EXIT_ENVIRONMENT, [f"stdout: {_stdout.lost}; {ending.on_disk}"], (), as_json)
+
+
+@contextmanager
+def _signals(ending: _Ending) -> Iterator[None]:
+    """SIGINT and SIGTERM raise in the main thread, and are remembered; a SIGINT that is ignored stays so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, _: object) -> NoReturn:
+        ending.signalled = _Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        raise ending.signalled
+
+    taken = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in taken}
     try:
         yield
-    except Stop as stop:
-        findings: tuple[Finding, ...] = stop.findings if isinstance(stop, InputRefused) else ()
-        lines = [str(finding) for finding in findings] or [str(stop)]
-        _end(stop.exit_code, lines, findings, as_json)
-    except _Terminated:
-        _end(EXIT_TERMINATED, ["terminated; nothing was left behind"], (), as_json)
-    except KeyboardInterrupt:
-        _end(EXIT_INTERRUPTED, ["interrupted; nothing was left behind"], (), as_json)
-    except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        _end(EXIT_ENVIRONMENT, [f"{place}{error.strerror or error}"], (), as_json)
-    except MemoryError:
-        _end(EXIT_ENVIRONMENT, ["out of memory; use fewer --workers"], (), as_json)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _notes(error: BaseException) -> list[str]:
+    """What `writer` noted on an exception, or on the one it came from, about what is on disk."""
+    found: BaseException | None = error
+    while found is not None:
+        if notes := getattr(found, "__notes__", None):
+            return [str(notes[-1])]
+        found = found.__cause__ or found.__context__
+    return []
 
 
 def _end(code: int, lines: list[str], findings: tuple[Finding, ...], as_json: bool) -> NoReturn:
     for line in map(printable, lines[:_SHOWN_FINDINGS]):
-        click.echo(line if line.startswith("error") else f"error: {line}", err=True)
+        _tell(line if line.startswith("error") else f"error: {line}")
     if len(lines) > _SHOWN_FINDINGS:
-        click.echo(f"... and {len(lines) - _SHOWN_FINDINGS} more; --json lists all", err=True)
+        _tell(f"... and {len(lines) - _SHOWN_FINDINGS} more; --json lists all")
     if as_json:
         message = (
             {"findings": [finding.to_json() for finding in findings]} if findings else {"message": "\n".join(lines)}
         )
         _print_json({"error": {"exit_code": code, **message}})
+    _say("")  # what click could not write must not fail again when the interpreter ends
+    _stdout.lost = None  # told, or of no more interest
     sys.exit(code)
 
 
 # --- what is printed -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Stdout:
+    """Why stdout could not be written, for the end of the command: it must not stop the work."""
+
+    lost: str | None = None
+
+
+_stdout = _Stdout()
+
+
+def _open_standard_streams() -> None:
+    """Closed standard streams become /dev/null, so that no output file gets their numbers."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - the interpreter closes it
 
 
 def _print_json(value: Any) -> None:
@@ -510,19 +595,38 @@ def _print_json(value: Any) -> None:
 
 
 def _say(text: str) -> None:
-    """Text on stdout; a reader that went away must not turn finished work into a failure."""
+    """Text on stdout. A reader that went away must not turn finished work into a failure; a full disk ends it late."""
+    if sys.stdout is None:
+        return
     try:
         click.echo(text, nl=False)
         sys.stdout.flush()
     except BrokenPipeError:
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - the interpreter closes it
+        _silence()
+    except OSError as error:
+        _stdout.lost = f"can't be written: {error.strerror or error}"
+        _silence()
+
+
+def _silence() -> None:
+    """Send stdout to /dev/null, with what is still in its buffer."""
+    descriptor = os.open(os.devnull, os.O_WRONLY)
+    with suppress(OSError, ValueError):
+        os.dup2(descriptor, sys.stdout.fileno())
+    os.close(descriptor)
+
+
+def _tell(text: str) -> None:
+    """A line on stderr, from any thread; where it can't be written there is nobody to tell."""
+    with suppress(OSError):
+        click.echo(text, err=True)
 
 
 def _print(renderable: Any) -> None:
     """A rich renderable: in colour and in the terminal's width, or plain lines without padding."""
     from rich.console import Console
 
-    if sys.stdout.isatty():
+    if sys.stdout is not None and sys.stdout.isatty():
         Console(highlight=False).print(renderable)
         return
     console = Console(highlight=False, width=_PIPE_WIDTH, file=io.StringIO(), soft_wrap=True)
@@ -534,8 +638,9 @@ def _print(renderable: Any) -> None:
 def _print_to_stderr(renderable: Any) -> None:
     from rich.console import Console
 
-    width = None if sys.stderr.isatty() else _PIPE_WIDTH
-    Console(stderr=True, highlight=False, width=width, soft_wrap=width is not None).print(renderable)
+    width = None if sys.stderr is not None and sys.stderr.isatty() else _PIPE_WIDTH
+    with suppress(OSError):
+        Console(stderr=True, highlight=False, width=width, soft_wrap=width is not None).print(renderable)
 
 
 def _print_plan(prepared: Prepared, verbose: bool) -> None:
@@ -578,7 +683,7 @@ def _plan_json(prepared: Prepared) -> dict[str, Any]:
 @contextmanager
 def _progress(total: int, *, bar: bool, enabled: bool) -> Iterator[Callable[[int], None]]:
     """A bar with bytes, rate and ETA on a terminal; a line every few seconds otherwise; silent when not enabled."""
-    if enabled and bar and sys.stderr.isatty():
+    if enabled and bar and sys.stderr is not None and sys.stderr.isatty():
         with _bar(total) as advance:
             yield advance
     else:
@@ -612,6 +717,6 @@ def _lines(total: int) -> Callable[[int], None]:
                 shown = now
                 rate = done / (now - begun)
                 left = f"{rate / 1e6:,.0f} MB/s, {(total - done) / rate:,.0f} s left"
-                click.echo(f"written {done:,} of {total:,} bytes ({done / total:.0%}), {left}", err=True)
+                _tell(f"written {done:,} of {total:,} bytes ({done / total:.0%}), {left}")
 
     return advance

@@ -30,13 +30,14 @@ from nvfp4prep.scales import (
 )
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Schema
 from nvfp4prep.source import INDEX
-from nvfp4prep.writer import PartialOutput, check_destination, check_space, file_sizes
+from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space, file_sizes
 
 if TYPE_CHECKING:
     from nvfp4prep.layouts.logical import ActivationDtype, Engine
     from nvfp4prep.packing import PackJob
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
+_MOST_SHARD_BYTES = 1 << 62
 _REWRITTEN = (qc.CONFIG, qc.HF_QUANT_CONFIG, manifests.MANIFEST)
 
 W13Choice = Literal["auto", "split", "unify"]
@@ -144,19 +145,23 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
         )
     else:
         from nvfp4prep import packing
+        from nvfp4prep.layouts.logical import LayoutError
 
-        job = packing.with_facts(job, source, schema, resolution, workers)
-        plan = packing.make_packed_plan(
-            source.tensors,
-            source.metadata,
-            schema,
-            policy,
-            checkpoint.weight_only,
-            shard_bytes,
-            job,
-            resolution,
-            number,
-        )
+        try:
+            job = packing.with_facts(job, source, schema, resolution, workers)
+            plan = packing.make_packed_plan(
+                source.tensors,
+                source.metadata,
+                schema,
+                policy,
+                checkpoint.weight_only,
+                shard_bytes,
+                job,
+                resolution,
+                number,
+            )
+        except LayoutError as error:
+            raise InputRefused([Finding("target-refused", "error", f"{job.target.layout}: {error}")]) from None
     findings = [*checkpoint.findings, *resolution.findings]
     if job is None:
         findings += _form_warnings(schema, policy, resolution)
@@ -188,7 +193,7 @@ def _previous_shard_bytes(manifest: Mapping[str, Any] | None) -> int | None:
     run = manifest["runs"][-1] if manifest and manifest["runs"] else None
     options = run.get("options") if isinstance(run, dict) else None
     value = options.get("max_shard_bytes") if isinstance(options, dict) else None
-    return value if isinstance(value, int) and value > 0 else None
+    return value if type(value) is int and 0 < value <= _MOST_SHARD_BYTES else None
 
 
 def _form_warnings(schema: Schema, policy: ScalePolicy, resolution: Resolution) -> list[Finding]:
@@ -263,11 +268,14 @@ def write_all(
 
     Raises:
         CheckFailed: by `check`.
+        InputRefused: a side file has the name of a file or folder of the output.
         UsageFault: the destination can't be used.
         EnvironmentFault: I/O; nothing is left under `out`.
     """
     source = targets[0].checkpoint.source
     check_destination(out, source.root, overwrite=overwrite)
+    for prepared in targets:
+        _check_side_files(prepared)
     check_space(out, sum(prepared.bytes_needed for prepared in targets))
     plan = merge([prepared.plan for prepared in targets])
     with PartialOutput(out) as output:
@@ -284,6 +292,16 @@ def write_all(
         small = [_small_files(prepared, manifest) for prepared, manifest in zip(targets, written, strict=True)]
         output.publish([file for files in small for file in files], overwrite=overwrite)
     return Result(out, tuple(written), outcome)
+
+
+def _check_side_files(prepared: Prepared) -> None:
+    """Refuse a side file with a planned name, or in a folder of packed tensors. Raises InputRefused."""
+    folder, source = prepared.folder, prepared.checkpoint.source
+    side = {name: key_of(folder, name) for name in source.side_files if name not in _REWRITTEN}
+    files = [shard.file for shard in prepared.plan.shards]
+    ranks = {file.rpartition("/")[0] for file in files} - {folder}
+    planned = [*files, *(key_of(place, INDEX) for place in (folder, *ranks))]
+    check_names(side, [*planned, *(key_of(folder, name) for name in _REWRITTEN)], ranks)
 
 
 def _small_files(prepared: Prepared, manifest: Mapping[str, Any]) -> list[tuple[str, bytes]]:

@@ -15,6 +15,10 @@ Projection = Literal["gate", "up", "down", "gate_up"]
 QUANT_PARAMS = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
 """Sidecars of a quantised weight, in ModelOpt's names."""
 
+_NUMBER = "(?:0|[1-9][0-9]{0,8})"
+"""A number as exporters write it: ASCII, no leading zero, so that one id has one spelling."""
+_MOE = "(?P<moe>(?s:.+))"
+_EXPERT = f"(?P<expert>{_NUMBER})"
 _PARAM = r"(?P<param>[A-Za-z_]\w*)"
 _GATED: Mapping[str, Projection] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 _MIXTRAL: Mapping[str, Projection] = {"w1": "gate", "w3": "up", "w2": "down"}
@@ -53,34 +57,49 @@ DIALECTS: tuple[Dialect, ...] = (
     # Qwen3-MoE, DeepSeek, GLM, Nemotron-H: experts.3.gate_proj.weight
     Dialect(
         "per-expert",
-        re.compile(rf"(?P<moe>.+)\.experts\.(?P<expert>\d{{1,9}})\.{_names(_GATED)}\.{_PARAM}"),
+        re.compile(rf"{_MOE}\.experts\.{_EXPERT}\.{_names(_GATED)}\.{_PARAM}"),
         _EXPERT_FIRST,
         _GATED,
     ),
     # Mixtral: experts.3.w1.weight
     Dialect(
         "mixtral",
-        re.compile(rf"(?P<moe>.+)\.experts\.(?P<expert>\d{{1,9}})\.{_names(_MIXTRAL)}\.{_PARAM}"),
+        re.compile(rf"{_MOE}\.experts\.{_EXPERT}\.{_names(_MIXTRAL)}\.{_PARAM}"),
         _EXPERT_FIRST,
         _MIXTRAL,
     ),
     # Projection before expert: experts.gate_proj.3.weight
     Dialect(
         "projection-first",
-        re.compile(rf"(?P<moe>.+)\.experts\.{_names(_GATED)}\.(?P<expert>\d{{1,9}})\.{_PARAM}"),
+        re.compile(rf"{_MOE}\.experts\.{_names(_GATED)}\.{_EXPERT}\.{_PARAM}"),
         "{moe}.experts.{projection}.{expert}",
         _GATED,
     ),
     # Llama-4, gpt-oss: experts.gate_up_proj, experts.gate_up_proj_weight_scale, experts.gate_up_proj_bias
     Dialect(
         "fused",
-        re.compile(rf"(?P<moe>.+)\.experts\.{_names(_FUSED)}(?:_(?P<param>{'|'.join(QUANT_PARAMS)}|bias))?"),
+        re.compile(rf"{_MOE}\.experts\.{_names(_FUSED)}(?:_(?P<param>{'|'.join(QUANT_PARAMS)}|bias))?"),
         "{moe}.experts.{projection}",
         _FUSED,
         fused=True,
         separator="_",
     ),
 )
+
+
+_ANY_ID = re.compile(rf"(?P<moe>.*)\.experts\.(?:(?:{'|'.join((*_GATED, *_MIXTRAL))})\.)?(?P<id>[^.]+)\..+", re.DOTALL)
+
+
+def odd_expert_id(name: str) -> tuple[str, str] | None:
+    """(path of the MoE block, id) of a name that counts an expert in a way no dialect does: `00`, `+1`, `٣`.
+
+    Such a tensor belongs to an expert, and must not pass for an ordinary module.
+    """
+    match = _ANY_ID.fullmatch(name) if ".experts." in name else None
+    if match is None or re.fullmatch(_NUMBER, match["id"]):
+        return None
+    a_count = any(c.isnumeric() for c in match["id"]) and not any(c.isalpha() for c in match["id"])
+    return (match["moe"], match["id"]) if a_count else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +142,11 @@ FUSION_GROUPS: tuple[tuple[str, ...], ...] = (
 
 def natural_key(name: str) -> tuple[tuple[int, int | str], ...]:
     """Sort key that puts layer 2 before layer 10."""
-    return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"([0-9]{1,18})", name) if part)
+    parts = (part for part in re.split(r"([0-9]{1,18})", name) if part)
+    return tuple((0, int(part)) if part.isascii() and part.isdecimal() else (1, part) for part in parts)
 
 
 def layer_number(path: str) -> int | None:
     """The layer number in a module path, or None."""
-    match = re.search(r"\.(?:layers|blocks|h)\.(\d{1,9})(?:\.|$)", "." + path)
+    match = re.search(rf"\.(?:layers|blocks|h)\.({_NUMBER})(?:\.|$)", "." + path)
     return int(match[1]) if match else None

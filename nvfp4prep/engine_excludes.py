@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from nvfp4prep.dialects import FUSION_GROUPS, natural_key
+from nvfp4prep.patterns import MAX_PATTERN, Budget, compiled
 from nvfp4prep.schema import Format, Schema
 
 Engine = Literal["vllm", "sglang", "trtllm"]
@@ -91,6 +92,13 @@ def matcher(engine: Engine, entries: Sequence[str]) -> Matcher:
     return {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}[engine](entries)
 
 
+_NAMES, _NAME_LENGTH = 1000, 64  # what the cost of SGLang's regular expressions is estimated for
+
+
+def _is_glob(entry: str) -> bool:
+    return re.search(r"[*?\[]", entry) is not None and len(entry) <= MAX_PATTERN
+
+
 def _shards(module: EngineModule, hit: Callable[[str], bool]) -> bool:
     hits = {hit(shard) for shard in module.stored}
     if len(hits) > 1:
@@ -100,7 +108,7 @@ def _shards(module: EngineModule, hit: Callable[[str], bool]) -> bool:
 
 def _vllm(entries: Sequence[str]) -> Matcher:
     exact = frozenset(entries)
-    globs = [entry for entry in entries if re.search(r"[*?\[]", entry)]
+    globs = [entry for entry in entries if _is_glob(entry)]
     of_experts = [entry for entry in entries if "experts" in entry]
 
     def listed(module: EngineModule, name: str) -> bool:
@@ -122,16 +130,25 @@ def _vllm(entries: Sequence[str]) -> Matcher:
     return match
 
 
-def _sglang_pattern(entry: str) -> re.Pattern[str] | None:
-    try:
-        return re.compile(entry.replace(".", r"\.").replace("*", r".*"))
-    except re.error:
+def _sglang_pattern(entry: str, budget: Budget) -> Callable[[str], bool] | None:
+    """How SGLang reads an entry: a regular expression whose dots are literal and whose stars stand for anything."""
+    if len(entry) > MAX_PATTERN:
         return None
+    if re.fullmatch(r"[\w.*-]+", entry):
+        return lambda name: fnmatchcase(name, entry)
+    found = compiled(entry.replace(".", r"\.").replace("*", r".*"))
+    if found is None or not budget.allows(found, _NAMES, _NAME_LENGTH):
+        return None
+    regex = found.regex
+    return lambda name: regex.fullmatch(name) is not None
 
 
 def _sglang(entries: Sequence[str]) -> Matcher:
     exact = frozenset(entries)
-    patterns = [found for entry in entries if re.search(r"[^\w.-]", entry) and (found := _sglang_pattern(entry))]
+    budget = Budget()
+    patterns = [
+        found for entry in entries if re.search(r"[^\w.-]", entry) and (found := _sglang_pattern(entry, budget))
+    ]
     paths = [f".{entry.rstrip('.')}." for entry in entries]
     tails = {entry.rpartition(".")[2] for entry in entries} & _SGLANG_TAILS
 
@@ -145,7 +162,7 @@ def _sglang(entries: Sequence[str]) -> Matcher:
             parts = [prefix, *prefix.split(".")]
             if not exact.isdisjoint(parts) or any(tail in parts[-1] for tail in tails):
                 return True
-            if any(pattern.fullmatch(part) for pattern in patterns for part in parts):
+            if any(pattern(part) for pattern in patterns for part in parts):
                 return True
         return False
 
@@ -162,7 +179,7 @@ def _sglang(entries: Sequence[str]) -> Matcher:
 
 def _trtllm(entries: Sequence[str]) -> Matcher:
     exact = frozenset(entries)
-    globs = [entry for entry in entries if re.search(r"[*?\[]", entry)]
+    globs = [entry for entry in entries if _is_glob(entry)]
 
     def hit(name: str) -> bool:
         return name in exact or any(fnmatchcase(name, entry) for entry in globs)

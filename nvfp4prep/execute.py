@@ -16,7 +16,7 @@ from nvfp4prep.errors import EnvironmentFault
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.plan import PIECE_BYTES, Copy, Fill, Item, Pack, Parameters, Plan, RescaleBlocks, Step, Unpack
 from nvfp4prep.scales import RescaleCounts, Resolution
-from nvfp4prep.source import Source, read_range
+from nvfp4prep.source import Source, read_part
 from nvfp4prep.survey import encode_floats
 from nvfp4prep.writer import PartialOutput
 
@@ -75,7 +75,7 @@ class Context:
         key = (tensor.name, start, length)
         if shared is not None and key in shared:
             return shared[key]
-        data = read_range(self.descriptors[tensor.file], tensor.file, tensor.start + start, length)
+        data = read_part(self.descriptors[tensor.file], tensor, start, length)
         if shared is not None:
             shared[key] = data
         return data

@@ -49,44 +49,58 @@ def load_expert(moe: MoeLayer, index: int, read: Read, rescales: Mapping[str, Re
         if linear is None:
             matrices.append(None)
             continue
-        scale = read(linear.params["weight_scale"].name, None)
+        scale = _stored(linear, "weight_scale", None, read)
         rescale = rescales.get(linear.params["weight_scale"].name)
         if rescale is not None:
             counts += rescale_codes(scale, rescale, 0)
-        matrices.append(Matrix(read(linear.params["weight"].name, None), scale))
+        matrices.append(Matrix(_stored(linear, "weight", None, read), scale))
     gate, up, down = matrices
     assert up is not None
     assert down is not None
-    return Expert(gate, up, down, *(_bias(linear, read) for linear in (expert.gate, expert.up, expert.down))), counts
+    return Expert(
+        gate, up, down, *(_bias(linear, None, read) for linear in (expert.gate, expert.up, expert.down))
+    ), counts
 
 
-def _bias(linear: Linear | None, read: Read) -> Tensor | None:
+def _stored(linear: Linear, param: str, index: int | None, read: Read) -> Tensor:
+    """What is stored of one expert. Raises ValueError where a fused tensor has no such slice: a check is missing."""
+    info = linear.params[param]
+    if index is not None and not (len(info.shape) > 1 and 0 <= index < info.shape[0]):
+        raise ValueError(f"{info.name}: {list(info.shape)} has no expert {index}")
+    return read(info.name, index)
+
+
+def _bias(linear: Linear | None, index: int | None, read: Read) -> Tensor | None:
     if linear is None or "bias" not in linear.params:
         return None
-    return read(linear.params["bias"].name, None).to(torch.float32)
+    bias = _stored(linear, "bias", index, read).to(torch.float32)
+    if bias.shape != (linear.rows,):
+        raise ValueError(f"{linear.params['bias'].name}: {list(bias.shape)} for a weight of {linear.rows} rows")
+    return bias
 
 
 def _load_fused(
     moe: MoeLayer, gate_up: Linear, down: Linear, index: int, read: Read, rescales: Mapping[str, Rescale]
 ) -> tuple[Expert, RescaleCounts]:
     assert moe.order is not None  # targets.check_target
-    scale = read(gate_up.params["weight_scale"].name, index)
+    scale = _stored(gate_up, "weight_scale", index, read)
     rescale = rescales.get(gate_up.params["weight_scale"].name)
     counts = RescaleCounts() if rescale is None else rescale_codes(scale, rescale, index)
-    weight = read(gate_up.params["weight"].name, index)
+    weight = _stored(gate_up, "weight", index, read)
     gate, up = (
         Matrix(half_of(weight, half, moe.order).T.contiguous(), half_of(scale, half, moe.order).T.contiguous())
         for half in (0, 1)
     )
     down_matrix = Matrix(
-        read(down.params["weight"].name, index).T.contiguous(),
-        read(down.params["weight_scale"].name, index).T.contiguous(),
+        _stored(down, "weight", index, read).T.contiguous(),
+        _stored(down, "weight_scale", index, read).T.contiguous(),
     )
-    if "bias" not in gate_up.params:
+    bias, down_bias = _bias(gate_up, index, read), _bias(down, index, read)
+    if bias is None or down_bias is None:
+        if bias is not down_bias:
+            raise ValueError(f"{moe.path}: a bias on one of gate_up and down only")
         return Expert(gate, up, down_matrix), counts
-    bias = read(gate_up.params["bias"].name, index).to(torch.float32)
     gate_bias, up_bias = (half_of(bias, half, moe.order).contiguous() for half in (0, 1))
-    down_bias = read(down.params["bias"].name, index).to(torch.float32)
     return Expert(gate, up, down_matrix, gate_bias, up_bias, down_bias), counts
 
 

@@ -7,7 +7,6 @@ to byte 8 + n; they must cover the rest of the file with no hole and no overlap.
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,11 @@ from typing import Any
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library itself."""
+MAX_METADATA_BYTES = 1_000_000
+"""Of `__metadata__`: it is repeated in every file written."""
+MAX_DIMENSIONS = 16
+_MAX_COUNT = 1 << 63
+_MAX_SHOWN = 200
 
 DTYPE_BITS: Mapping[str, int] = {
     "F4": 4,
@@ -62,11 +66,30 @@ class TensorInfo:
         return self.end - self.start
 
 
+def short(value: object) -> str:
+    """A value from an untrusted header, for a message: its repr, cut."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a deep {type(value).__name__}"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
+
+
 def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a tensor. Raises HeaderError for an unknown dtype or a size that is no whole number of bytes."""
+    """Bytes of a tensor.
+
+    Raises:
+        HeaderError: an unknown dtype, too many dimensions, a size that no file has or that is no whole number of bytes.
+    """
     if dtype not in DTYPE_BITS:
-        raise HeaderError(f"unknown dtype {dtype!r}")
-    bits = math.prod(shape) * DTYPE_BITS[dtype]
+        raise HeaderError(f"unknown dtype {short(dtype)}")
+    if len(shape) > MAX_DIMENSIONS:
+        raise HeaderError(f"{len(shape)} dimensions; nvfp4prep reads up to {MAX_DIMENSIONS}")
+    bits = DTYPE_BITS[dtype]
+    for size in shape:
+        bits *= size
+        if bits >= _MAX_COUNT:
+            raise HeaderError(f"{dtype} {short(list(shape))} is larger than any file")
     if bits % 8:
         raise HeaderError(f"{dtype} {list(shape)} is not a whole number of bytes")
     return bits // 8
@@ -95,28 +118,38 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise HeaderError(f"the key {twice!r} stands twice")
+        raise HeaderError(f"the key {short(twice)} stands twice")
     return table
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_COUNT
 
 
 def _parse_tensor(name: str, entry: Any, file: str, base: int) -> TensorInfo:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise HeaderError(f"the entry of {name!r} must hold dtype, shape and data_offsets")
+        raise HeaderError(f"the entry of {short(name)} must hold dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or not isinstance(shape, list) or not all(map(_is_count, shape)):
-        raise HeaderError(f"{name!r} has dtype {dtype!r} and shape {shape!r}")
+        raise HeaderError(f"{short(name)} has dtype {short(dtype)} and shape {short(shape)}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
-        raise HeaderError(f"{name!r} has data_offsets {offsets!r}, not two counts")
-    expected = tensor_bytes(dtype, shape)
+        raise HeaderError(f"{short(name)} has data_offsets {short(offsets)}, not two counts")
+    try:
+        expected = tensor_bytes(dtype, shape)
+    except HeaderError as error:
+        raise HeaderError(f"{short(name)}: {error}") from None
     if offsets[1] - offsets[0] != expected:
         raise HeaderError(
-            f"{name!r} ({dtype} {shape}) needs {expected} bytes, its offsets hold {offsets[1] - offsets[0]}"
+            f"{short(name)} ({dtype} {shape}) needs {expected} bytes, its offsets hold {offsets[1] - offsets[0]}"
         )
     return TensorInfo(name, dtype, tuple(shape), file, base + offsets[0], base + offsets[1])
+
+
+def check_metadata_size(metadata: Mapping[str, str]) -> None:
+    """Raise HeaderError when the metadata are larger than MAX_METADATA_BYTES."""
+    size = len("".join([*metadata, *metadata.values()]).encode("utf-8"))
+    if size > MAX_METADATA_BYTES:
+        raise HeaderError(f"__metadata__ has {size} bytes, over the limit of {MAX_METADATA_BYTES}")
 
 
 def parse_header(raw: bytes, file: str, file_bytes: int) -> tuple[list[TensorInfo], dict[str, str]]:
@@ -143,7 +176,8 @@ def parse_header(raw: bytes, file: str, file_bytes: int) -> tuple[list[TensorInf
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise HeaderError("__metadata__ must map strings to strings")
     try:
-        "".join([*table, *metadata, *metadata.values()]).encode("utf-8")
+        "".join(table).encode("utf-8")
+        check_metadata_size(metadata)
     except UnicodeEncodeError:
         raise HeaderError("a name holds half a surrogate pair, which is no text") from None
     base = 8 + len(raw)
@@ -154,7 +188,7 @@ def parse_header(raw: bytes, file: str, file_bytes: int) -> tuple[list[TensorInf
         if tensor.start != position:
             kind = "a hole before" if tensor.start > position else "an overlap at"
             raise HeaderError(
-                f"{kind} {tensor.name!r}: it starts at byte {tensor.start}, the one before ends at {position}"
+                f"{kind} {short(tensor.name)}: it starts at byte {tensor.start}, the one before ends at {position}"
             )
         position = tensor.end
     if position != file_bytes:

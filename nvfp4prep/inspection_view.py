@@ -13,8 +13,8 @@ from rich.text import Text
 from nvfp4prep.engines import TITLES, Outcome, Reason, Verdict
 from nvfp4prep.findings import Finding, ranges
 from nvfp4prep.inspection import Detail, Inspection, Outlook, linear_scales
+from nvfp4prep.render import add_row, plain, size
 from nvfp4prep.render import findings as finding_lines
-from nvfp4prep.render import size
 from nvfp4prep.scales import fault
 from nvfp4prep.scalestats import GroupScales, LayerScales, Pairs, Spread, times
 from nvfp4prep.schema import Format
@@ -76,20 +76,20 @@ def _head(found: Inspection) -> RenderableType:
     total = size(sum(source.shards.values()))
     files = f"{len(source.shards)} file{'s' if len(source.shards) != 1 else ''}"
     grid = _grid()
-    grid.add_row(Text(source.spec + revision, style="bold"), f"{len(source.tensors):,} tensors in {files}, {total}")
-    grid.add_row("architecture", str(facts["architecture"] or facts["model_type"] or "not named by config.json"))
-    grid.add_row("algorithm", _algorithm(found) if quant else "no ModelOpt quantisation config")
-    grid.add_row("layers", f"{facts['layers']}, {len(facts['moe_layers'])} of them MoE")
+    add_row(grid, plain(source.spec + revision, style="bold"), f"{len(source.tensors):,} tensors in {files}, {total}")
+    add_row(grid, "architecture", str(facts["architecture"] or facts["model_type"] or "not named by config.json"))
+    add_row(grid, "algorithm", _algorithm(found) if quant else "no ModelOpt quantisation config")
+    add_row(grid, "layers", f"{facts['layers']}, {len(facts['moe_layers'])} of them MoE")
     if facts["moe_layers"]:
         top = f", top-{facts['top_k']}" if facts["top_k"] else ""
         gated = "" if facts.get("gated", True) else ", not gated"
         fused = f", fused ({facts['fused_gate_up'] or 'gate/up order unknown'})" if _is_fused(found) else ""
-        grid.add_row("experts", f"{facts['experts']}{top}{gated}{fused}")
-        grid.add_row("sizes", f"hidden {facts['hidden_size']}, expert intermediate {facts['intermediate_size']}")
+        add_row(grid, "experts", f"{facts['experts']}{top}{gated}{fused}")
+        add_row(grid, "sizes", f"hidden {facts['hidden_size']}, expert intermediate {facts['intermediate_size']}")
     elif facts["hidden_size"]:
-        grid.add_row("sizes", f"hidden {facts['hidden_size']}")
+        add_row(grid, "sizes", f"hidden {facts['hidden_size']}")
     if found.checkpoint.manifest is not None:
-        grid.add_row("made by", "nvfp4prep convert; nvfp4prep.json says from what")
+        add_row(grid, "made by", "nvfp4prep convert; nvfp4prep.json says from what")
     return grid
 
 
@@ -121,8 +121,9 @@ def _inventory(found: Inspection) -> RenderableType:
     }
     for row in inventory.formats:
         label = _FORMATS.get(row.format, row.format.value)
-        table.add_row(label, f"{row.linears:,}", f"{row.routed:,}", size(row.nbytes), notes.get(row.format, ""))
-    table.add_row(
+        add_row(table, label, f"{row.linears:,}", f"{row.routed:,}", size(row.nbytes), notes.get(row.format, ""))
+    add_row(
+        table,
         "other tensors",
         "",
         "",
@@ -130,7 +131,7 @@ def _inventory(found: Inspection) -> RenderableType:
         f"{inventory.other_tensors:,}: norms, biases, KV scales and the like",
     )
     if not inventory.unclassified:
-        table.add_row("unclassified", "0", "", "", "")
+        add_row(table, "unclassified", "0", "", "", "")
     return table
 
 
@@ -172,7 +173,7 @@ def _rest(layers: Sequence[LayerScales]) -> Text:
     text = f"and {len(layers)} layers more: "
     if (faulty, ratio, spread) == (0, 1.0, 1.0):
         return Text(text + "input_scale equal in each, gate/up equal, none bad", style="dim")
-    return Text(f"{text}input_scale up to {times(spread)} apart, gate/up up to {times(ratio)}", style="dim")
+    return plain(f"{text}input_scale up to {times(spread)} apart, gate/up up to {times(ratio)}", style="dim")
 
 
 def _name(layer: LayerScales) -> str:
@@ -184,14 +185,14 @@ def _layer_table(layers: Sequence[LayerScales]) -> Table:
     columns = [f"{gemm} {name}" if name == "input_scale" else name for gemm in ("w13", "w2") for name in spread]
     table = _table("\nlayer", *columns, "gate/up\nweight_scale_2")
     for layer in layers:
-        table.add_row(_name(layer), *_spread(layer.w13), *_spread(layer.w2), _pairs(layer.gate_up))
+        add_row(table, _name(layer), *_spread(layer.w13), *_spread(layer.w2), _pairs(layer.gate_up))
     return table
 
 
 def _pairs_only(layers: Sequence[LayerScales]) -> Table:
     table = _table("layer", "gate/up weight_scale_2")
     for layer in layers:
-        table.add_row(_name(layer), _pairs(layer.gate_up))
+        add_row(table, _name(layer), _pairs(layer.gate_up))
     return table
 
 
@@ -210,7 +211,7 @@ def _pairs(pairs: Pairs | None) -> str | Text:
     if not pairs.differing:
         return "equal" if pairs.total else "one for both"
     top = f", {times(pairs.max_ratio)} at {pairs.worst}"
-    return Text(f"{len(pairs.differing)} of {pairs.total} differ{top}", style="yellow")
+    return plain(f"{len(pairs.differing)} of {pairs.total} differ{top}", style="yellow")
 
 
 def _bad_values(layers: Sequence[LayerScales], weight_only: bool) -> Iterator[Text]:
@@ -225,9 +226,9 @@ def _bad_values(layers: Sequence[LayerScales], weight_only: bool) -> Iterator[Te
     ]
     if lines:
         yield Text("bad values", style="bold red")
-    yield from (Text(line, style="red") for line in lines[:_SHOWN_LAYERS])
+    yield from (plain(line, style="red") for line in lines[:_SHOWN_LAYERS])
     if len(lines) > _SHOWN_LAYERS:
-        yield Text(f"  and {len(lines) - _SHOWN_LAYERS} lines more; --json lists all", style="dim")
+        yield plain(f"  and {len(lines) - _SHOWN_LAYERS} lines more; --json lists all", style="dim")
 
 
 def _faults(what: str, faults: Mapping[str, tuple[int, tuple[int, ...]]]) -> Iterator[str]:
@@ -248,12 +249,13 @@ def _groups(groups: Sequence[GroupScales]) -> Table:
         same = list(members)
         bad = sum(group.input.faulty for group in same if group.input.stored)
         bad += sum(group.globals.faulty for group in same)
-        table.add_row(
+        add_row(
+            table,
             kind.replace("_proj", ""),
             str(len(same)),
             _agreement([group.input for group in same]),
             _agreement([group.globals for group in same]),
-            Text(f"{bad} missing or bad", style="red") if bad else "",
+            plain(f"{bad} missing or bad", style="red") if bad else "",
         )
     return table
 
@@ -264,14 +266,14 @@ def _agreement(spreads: Sequence[Spread]) -> str | Text:
     ratios = [spread.ratio for spread in spreads if spread.ratio > 1]
     if not ratios:
         return "equal in each"
-    return Text(f"differs in {len(ratios)}, up to {times(max(ratios))}", style="yellow")
+    return plain(f"differs in {len(ratios)}, up to {times(max(ratios))}", style="yellow")
 
 
 # --- one layer, expert by expert --------------------------------------------------------------------------------------
 
 
 def _detail(detail: Detail) -> Iterator[RenderableType]:
-    yield Text(f"layer {detail.layer}", style="bold")
+    yield plain(f"layer {detail.layer}", style="bold")
     if detail.experts:
         yield _expert_table(detail)
         yield Text("* the maximum of its GEMM   ! bad, left out of maxima", style="dim")
@@ -284,7 +286,7 @@ def _detail(detail: Detail) -> Iterator[RenderableType]:
                 for param in ("input_scale", "weight_scale_2")
             ]
             name = linear.module.partition(f".{detail.layer}.")[2] or linear.module
-            table.add_row(name, _FORMATS.get(linear.format, linear.format.value), *cells)
+            add_row(table, name, _FORMATS.get(linear.format, linear.format.value), *cells)
         yield table
 
 
@@ -297,11 +299,12 @@ def _expert_table(detail: Detail) -> Table:
     table = _table("\nexpert", *columns, "\nup/gate")
     for expert, own, both in detail.experts:
         ratio = _ratio(both)
-        table.add_row(
+        add_row(
+            table,
             "all" if expert is None else str(expert),
             *(_value(own[name], tops[name]) if name in own else Text() for name in inputs),
             *(_value(both[name], None) if name in both else Text() for name in globals_),
-            Text(f"{ratio:.4g}", style="yellow") if ratio not in (None, 1) else "",
+            plain(f"{ratio:.4g}", style="yellow") if ratio not in (None, 1) else "",
         )
     return table
 
@@ -325,8 +328,8 @@ def _value(value: float | None, top: float | None) -> Text:
     if value is None:
         return Text("missing !", style="bold red")
     if fault(value):
-        return Text(f"{value:.4g} !", style="bold red")
-    return Text(f"{value:.4g} *", style="bold") if value == top else Text(f"{value:.4g}")
+        return plain(f"{value:.4g} !", style="bold red")
+    return plain(f"{value:.4g} *", style="bold") if value == top else plain(f"{value:.4g}")
 
 
 # --- engines and convert ----------------------------------------------------------------------------------------------
@@ -337,13 +340,13 @@ def _engines(found: Inspection) -> Iterator[RenderableType]:
     if all(verdict.outcome == "unknown" for verdict in found.verdicts):
         yield Text("engines", style="bold")
         texts = dict.fromkeys(reason.text for verdict in found.verdicts for reason in verdict.reasons[:1])
-        yield Text(f"  {', '.join(TITLES.values())}: unknown; {'; '.join(texts)}", style="magenta")
+        yield plain(f"  {', '.join(TITLES.values())}: unknown; {'; '.join(texts)}", style="magenta")
         return
     option = f" {found.outlook.remedy}" if found.outlook.remedy else ""
     table = _table("engine", "as it stands", f"after convert{option}")
     for verdict in found.verdicts:
         later = after.get(verdict.engine)
-        table.add_row(verdict.title, _outcome(verdict), _outcome(later) if later else Text("-", style="dim"))
+        add_row(table, verdict.title, _outcome(verdict), _outcome(later) if later else Text("-", style="dim"))
     yield table
     yield from _reasons(found.verdicts, "")
     left = [verdict for verdict in found.outlook.after if verdict.outcome != "yes"]
@@ -376,7 +379,7 @@ def _reasons(verdicts: Iterable[Verdict], when: str) -> Iterator[RenderableType]
         chosen = chosen or [reason for reason in verdict.reasons if reason.why]
         for number, reason in enumerate(chosen):
             title = (verdict.title + when) if number == 0 else ""
-            grid.add_row(Text(f"  {title}"), _reason(reason))
+            add_row(grid, plain(f"  {title}"), _reason(reason))
             rows += 1
     if rows:
         yield grid
@@ -392,14 +395,14 @@ def _outlook(outlook: Outlook) -> Iterator[RenderableType]:
     if outlook.refused and outlook.remedy is None:
         yield Text("convert would refuse it", style="bold")
     elif outlook.refused:
-        yield Text(f"convert would refuse it without {outlook.remedy}", style="bold")
+        yield plain(f"convert would refuse it without {outlook.remedy}", style="bold")
     for line in finding_lines(outlook.refused, verbose=False):
         yield _indented(line)
     if outlook.refused and outlook.remedy is None:
         return
     if outlook.remedy:
-        yield Text(f"convert {outlook.remedy} would change", style="bold")
+        yield plain(f"convert {outlook.remedy} would change", style="bold")
     else:
         yield Text("convert would change", style="bold")
     for change in outlook.changes or ("nothing but the layout of files and configs, and the manifest",):
-        yield _indented(Text(f"- {change}"))
+        yield _indented(plain(f"- {change}"))

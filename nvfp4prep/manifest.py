@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from nvfp4prep.errors import InputRefused
 from nvfp4prep.findings import Finding
 from nvfp4prep.scales import GlobalScaleReport, InputScaleReport, RescaleCounts, ScalePolicy
 from nvfp4prep.schema import Schema
-from nvfp4prep.source import Source, read_json
+from nvfp4prep.source import Source, may_be_infinite, non_finite, read_json
 
 if TYPE_CHECKING:
     from nvfp4prep.targets import Target
@@ -191,5 +192,11 @@ def build_manifest(
 
 
 def to_bytes(value: Mapping[str, Any]) -> bytes:
-    """JSON bytes as written to disk: two spaces, order kept, a final newline."""
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
+    """JSON bytes as written to disk: two spaces, order kept, a final newline.
+
+    Raises:
+        ValueError: NaN or an infinity, except those of a config.json (`source.may_be_infinite`).
+    """
+    infinities = all(not math.isnan(number) and may_be_infinite(place) for number, place in non_finite(value))
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=infinities)
+    return (text + "\n").encode("utf-8")

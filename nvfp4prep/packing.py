@@ -17,10 +17,21 @@ import torch
 from torch import Tensor
 
 from nvfp4prep.dialects import natural_key
+from nvfp4prep.errors import InputRefused
 from nvfp4prep.experts import Read, join_slices, load_expert, slice_expert, store_expert
+from nvfp4prep.findings import Finding
 from nvfp4prep.header import TensorInfo
-from nvfp4prep.layouts import vllm_marlin
-from nvfp4prep.layouts.logical import ENGINE_VERSIONS, Activation, Expert, LayerFacts, Scales
+from nvfp4prep.layouts import flashinfer_trtllm, vllm_marlin
+from nvfp4prep.layouts.logical import (
+    ENGINE_VERSIONS,
+    Activation,
+    Expert,
+    LayerFacts,
+    LayoutError,
+    Scales,
+    pad_bias,
+    positions_where,
+)
 from nvfp4prep.plan import (
     Pack,
     Parameters,
@@ -38,10 +49,10 @@ from nvfp4prep.plan import (
     split,
 )
 from nvfp4prep.quant_config import QuantConfig, hf_quant_config, quantization_config
-from nvfp4prep.scales import E4M3_NAN, RescaleCounts, Resolution, ScalePolicy, output_shape
+from nvfp4prep.scales import E4M3_NAN, F32_MIN_NORMAL, RescaleCounts, Resolution, ScalePolicy, fault, output_shape
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, dialect_of
 from nvfp4prep.source import Source, read_range
-from nvfp4prep.targets import Target, activation_of, has_biases
+from nvfp4prep.targets import IDENTITY, Target, activation_of, has_biases
 
 if TYPE_CHECKING:
     from nvfp4prep.execute import Context
@@ -163,17 +174,55 @@ def own_scalars(
 
 
 def rank_parameters(moe: MoeLayer, rank: Rank, job: PackJob, resolution: Resolution) -> dict[str, Tensor]:
-    """All small tensors of a layer and rank, by full name."""
+    """All small tensors of a layer and rank, by full name. Raises LayoutError."""
     target = job.target
     experts = target.experts(moe, rank.ep)
-    facts = job.facts.get((moe.path, rank), LayerFacts(target.engine, target.activation_dtype))
-    scales = rank_scales(moe, experts, resolution)
-    scalars = target.module.scalars(scales, job.activation(moe), facts)
-    named = {
-        target.prefix(moe) + name: value for name, value in target.module.parameters(scales, scalars, facts).items()
-    }
-    own = own_scalars(moe, experts, job, resolution, scalars)
+    kernel, engine = _small_tensors(moe, rank, job, resolution)
+    own = own_scalars(moe, experts, job, resolution, kernel)
+    named = {target.prefix(moe) + name: value for name, value in engine.items()}
     return named | {target.own_prefix(moe) + name: value for name, value in own.items()}
+
+
+def _small_tensors(
+    moe: MoeLayer, rank: Rank, job: PackJob, resolution: Resolution
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The kernel's scalars and the engine's parameters. Raises LayoutError."""
+    target = job.target
+    facts = job.facts.get((moe.path, rank), LayerFacts(target.engine, target.activation_dtype))
+    scales = rank_scales(moe, target.experts(moe, rank.ep), resolution)
+    scalars = target.module.scalars(scales, job.activation(moe), facts)
+    return scalars, target.module.parameters(scales, scalars, facts)
+
+
+def scalar_findings(layers: Sequence[MoeLayer], job: PackJob, resolution: Resolution) -> list[Finding]:
+    """Layers whose kernel scalars or engine parameters a kernel can't compute with, as errors: each scale may be fine
+    and their product or quotient not."""
+    findings: dict[Finding, None] = {}
+    for moe in layers:
+        for rank in job.target.ranks():
+            experts = job.target.experts(moe, rank.ep)
+            try:
+                kernel, engine = _small_tensors(moe, rank, job, resolution)
+            except LayoutError as error:
+                findings[_refused(moe, job.target, str(error), [experts[p] for p in error.positions])] = None
+                continue
+            for name, value in {**engine, **kernel}.items():
+                wide = value.to(torch.float64)
+                wrong = ~(torch.isfinite(wide) & (wide >= F32_MIN_NORMAL))
+                if name in engine and value.dtype == torch.float16:
+                    wrong = ~(torch.isfinite(wide) & (wide > 0))
+                if bool(wrong.any()):
+                    kind = fault(float(wide[wrong].flatten()[0])) or "zero"
+                    rows = wrong.flatten(1).any(1) if wrong.ndim > 1 else wrong
+                    ids = [experts[p] for p in positions_where(rows)] if wrong.ndim else []
+                    message = f"{name} would be {kind}; the product or quotient of its scales does not fit its dtype"
+                    findings[_refused(moe, job.target, message, ids)] = None
+    return list(findings)
+
+
+def _refused(moe: MoeLayer, target: Target, message: str, experts: Sequence[int] = ()) -> Finding:
+    where = f"{target.layout}/{target.engine}: {moe.path}: {message}"
+    return Finding("kernel-scale-bad", "error", where, layer=moe.layer, experts=tuple(experts))
 
 
 def stacked_names(moe: MoeLayer, target: Target) -> dict[str, str]:
@@ -185,6 +234,18 @@ def stacked_names(moe: MoeLayer, target: Target) -> dict[str, str]:
     }
 
 
+def raw_bias_names(moe: MoeLayer, target: Target) -> dict[str, str]:
+    """Full name of each stacked bias as the checkpoint has it, by field of Expert.
+
+    Kept where a kernel's biases are divided by alphas and the checkpoint's are F32, whose quotient does not say which
+    of several values they were.
+    """
+    biases = [linear.params["bias"] for linear in (*moe.w13, *moe.w2) if "bias" in linear.params]
+    if target.module.REQUIRES.alphas != 2 or not any(bias.dtype == "F32" for bias in biases):
+        return {}
+    return {f"{projection}_bias": f"{target.own_prefix(moe)}raw_{projection}_bias" for projection in projections(moe)}
+
+
 def packed_names(moe: MoeLayer, target: Target, config: Mapping[str, Any]) -> frozenset[str]:
     """Full names of a layer's tensors under the engine's names, small ones too."""
     ones = torch.ones(1)
@@ -192,7 +253,7 @@ def packed_names(moe: MoeLayer, target: Target, config: Mapping[str, Any]) -> fr
     facts = LayerFacts(target.engine, target.activation_dtype)
     scalars = target.module.scalars(scales, activation_of(config, moe.gated), facts)
     small = {target.prefix(moe) + name for name in target.module.parameters(scales, scalars, facts)}
-    return frozenset(small | set(stacked_names(moe, target).values()))
+    return frozenset(small | set(stacked_names(moe, target).values()) | set(raw_bias_names(moe, target).values()))
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
@@ -211,7 +272,8 @@ def make_packed_plan(
 ) -> Plan:
     """The plan for a packed target: everything but routed experts as for `hf`, and each rank's packed experts.
 
-    Args: as `plan.make_plan`; `job` and its index `number`; `resolution` only for the shapes of small tensors.
+    Args: as `plan.make_plan`; `job` (`with_facts` has passed) and its index `number`; `resolution` only for the shapes
+        of small tensors.
     """
     target, layers = job.target, packed_layers(schema)
     skip = frozenset(linear.module for moe in layers for linear in (*moe.w13, *moe.w2))
@@ -223,7 +285,7 @@ def make_packed_plan(
     outputs: dict[str, TensorInfo] = {}
     files = [aligned(names, specs) for names in split(sorted(specs, key=natural_key), specs, max_shard_bytes)]
     if not target.flat:
-        shards += shards_of(files, specs, metadata, common)
+        shards += shards_of(files, specs, {**metadata, IDENTITY: target.identity(None)}, common)
         outputs |= outputs_of(shards, common)
     for rank in target.ranks():
         folder = job.rank_folder(rank)
@@ -237,7 +299,8 @@ def make_packed_plan(
         # Stacked tensors layer by layer, as they are loaded; their sizes keep what follows aligned. Small ones last.
         own = split([*big, *aligned(list(small), small)], mine, max_shard_bytes)
         stacked |= {key_of(folder, name) for name in big}
-        placed = shards_of([*files, *own] if target.flat else own, {**specs, **mine}, metadata, folder)
+        marked = {**metadata, IDENTITY: target.identity(rank)}
+        placed = shards_of([*files, *own] if target.flat else own, {**specs, **mine}, marked, folder)
         shards += placed
         outputs |= outputs_of(placed, folder)
     return Plan(tuple(shards), outputs, gather(steps), tuple(imputed), frozenset(stacked))
@@ -247,8 +310,13 @@ def stacked_specs(moe: MoeLayer, rank: Rank, target: Target) -> dict[str, Spec]:
     """Specs of a layer's packed tensors for one rank, stacked over its experts, in load order."""
     count = len(target.experts(moe, rank.ep))
     names = stacked_names(moe, target)
-    shapes = target.module.shapes(target.geometry(moe, rank.tp))
-    return {names[tensor]: (dtype, (count, *shape)) for tensor, (dtype, shape) in shapes.items()}
+    geometry = target.geometry(moe, rank.tp)
+    shapes = target.module.shapes(geometry)
+    specs = {names[tensor]: (dtype, (count, *shape)) for tensor, (dtype, shape) in shapes.items()}
+    for field, name in raw_bias_names(moe, target).items():
+        size = geometry.hidden if field == "down_bias" else geometry.padded_intermediate
+        specs[name] = ("F32", (count, size))
+    return specs
 
 
 def _small_specs(moe: MoeLayer, rank: Rank, job: PackJob, resolution: Resolution) -> dict[str, Spec]:
@@ -307,6 +375,10 @@ def _pack(context: Context, step: Pack) -> None:
         folder = job.pack.rank_folder(rank)
         for tensor, value in packed.items():
             context.put(key_of(folder, names[tensor]), _raw_bytes(value), position)
+        for field, name in raw_bias_names(moe, target).items():
+            bias, inner = getattr(part, field), target.geometry(moe, tp_rank).padded_intermediate
+            raw = bias if field == "down_bias" else pad_bias(bias, inner)
+            context.put(key_of(folder, name), _raw_bytes(raw), position)
 
 
 def _expert_facts(context: Context, step: Pack, rank: Rank, position: int) -> LayerFacts:
@@ -399,7 +471,18 @@ def unpack_part(
         if key_of(folder, name) in tensors
     }
     facts = stored_facts(moe, rank, position, target, lambda key: read(key, None))
-    return target.module.unpack(packed, target.geometry(moe, rank.tp), facts)
+    geometry = target.geometry(moe, rank.tp)
+    expert = target.module.unpack(packed, geometry, facts)
+    raw = {field: read(key_of(folder, name), position) for field, name in raw_bias_names(moe, target).items()}
+    if not raw:
+        return expert
+    inner = geometry.intermediate
+    return replace(
+        expert,
+        gate_bias=raw["gate_bias"][:inner] if "gate_bias" in raw else None,
+        up_bias=raw["up_bias"][:inner],
+        down_bias=raw["down_bias"],
+    )
 
 
 def _linears(moe: MoeLayer, expert: int) -> Iterator[tuple[str, Linear | None]]:
@@ -500,7 +583,11 @@ def _has_input_scale(moe: MoeLayer) -> bool:
 
 
 def with_facts(job: PackJob, source: Source, schema: Schema, resolution: Resolution, workers: int) -> PackJob:
-    """The job with its layers' facts, for which block scales may have to be read."""
+    """The job with its layers' facts, for which block scales may have to be read.
+
+    Raises:
+        InputRefused: block scales, biases or scalars that the kernel can't compute with.
+    """
     with ExitStack() as stack:
         descriptors: dict[str, int] = {}
 
@@ -510,8 +597,49 @@ def with_facts(job: PackJob, source: Source, schema: Schema, resolution: Resolut
         for file in source.shards:
             descriptors[file] = source.open_shard(file)
             stack.callback(os.close, descriptors[file])
-        facts = layer_facts(schema, job.target, resolution, reader(read, source.tensors), workers)
-    return replace(job, facts=facts)
+        from_source = reader(read, source.tensors)
+        found = replace(job, facts=layer_facts(schema, job.target, resolution, from_source, workers))
+        refused = scalar_findings(packed_layers(schema), found, resolution) or bias_findings(
+            schema, found, resolution, from_source, workers
+        )
+    if refused:
+        raise InputRefused(refused)
+    return found
+
+
+def bias_findings(schema: Schema, job: PackJob, resolution: Resolution, read: Read, workers: int) -> list[Finding]:
+    """Layers with biases that their alphas can't divide: no finite quotient, or none that gives them back."""
+    target = job.target
+    if target.module.REQUIRES.alphas != 2:
+        return []
+    layers = [moe for moe in packed_layers(schema) if has_biases(moe)]
+    activation = {moe.path: job.activation(moe) for moe in layers}
+    plain = LayerFacts(target.engine, target.activation_dtype)
+    tables = {
+        moe.path: target.module.scalars(
+            rank_scales(moe, range(moe.expert_count), resolution), activation[moe.path], plain
+        )
+        for moe in layers
+    }
+
+    def biases_alone(name: str, index: int | None) -> Tensor:
+        """Biases as stored; empty weights and block scales, which nobody looks at here."""
+        return read(name, index) if name.endswith("bias") else torch.empty(0, 0, dtype=torch.uint8)
+
+    def wrong(moe: MoeLayer, expert: int) -> bool:
+        facts = expert_facts(plain, tables[moe.path], expert)
+        exact = not raw_bias_names(moe, target)
+        return flashinfer_trtllm.bias_lost(load_expert(moe, expert, biases_alone, {})[0], facts, exact)
+
+    with ThreadPoolExecutor(workers) as pool:
+        work = [(moe, expert) for moe in layers for expert in range(moe.expert_count)]
+        lost = [pair for pair, bad in zip(work, pool.map(lambda pair: wrong(*pair), work), strict=True) if bad]
+    message = "biases divided by the expert's alpha, as the kernel wants them, do not fit F32"
+    return [
+        _refused(moe, target, message, [expert for owner, expert in lost if owner is moe])
+        for moe in layers
+        if any(owner is moe for owner, _ in lost)
+    ]
 
 
 def layer_facts(
@@ -520,6 +648,9 @@ def layer_facts(
     """LayerFacts of every layer and rank; reads all block scales once where the layout needs their maximum.
 
     The maximum is over the rank's own experts and rows, as an engine sees it while loading.
+
+    Raises:
+        InputRefused: block scales that the layout has no code for.
     """
     plain = LayerFacts(target.engine, target.activation_dtype)
     layers = packed_layers(schema)
@@ -527,11 +658,16 @@ def layer_facts(
         return {(moe.path, rank): plain for moe in layers for rank in target.ranks()}
 
     def scales_alone(name: str, index: int | None) -> Tensor:
-        """Block scales as stored; empty weights, which nobody looks at here."""
-        return read(name, index) if name.endswith("weight_scale") else torch.empty(0, 0, dtype=torch.uint8)
+        """Block scales and biases as stored; empty weights, which nobody looks at here."""
+        return read(name, index) if name.endswith(("weight_scale", "bias")) else torch.empty(0, 0, dtype=torch.uint8)
+
+    unusable: dict[str, dict[int, dict[str, int]]] = {}
 
     def largest(moe: MoeLayer, expert: int) -> dict[Rank, tuple[int, int]]:
         logical = load_expert(moe, expert, scales_alone, resolution.rescales)[0]
+        matrices = [matrix for matrix in (logical.gate, logical.up, logical.down) if matrix is not None]
+        if bad := vllm_marlin.unusable_blocks(torch.cat([matrix.scale.flatten() for matrix in matrices])):
+            unusable.setdefault(moe.path, {})[expert] = bad
         ep_rank = expert // (moe.expert_count // target.ep)
         found = {}
         for tp_rank in range(target.tp):
@@ -547,6 +683,8 @@ def layer_facts(
             for rank, (w13, w2) in found.items():
                 before = maxima.get((moe.path, rank), (0, 0))
                 maxima[moe.path, rank] = max(before[0], w13), max(before[1], w2)
+    if unusable:
+        raise InputRefused([_unusable(moe, target, unusable[moe.path]) for moe in layers if moe.path in unusable])
     return {
         key: replace(
             plain,
@@ -555,6 +693,14 @@ def layer_facts(
         )
         for key, (w13, w2) in maxima.items()
     }
+
+
+def _unusable(moe: MoeLayer, target: Target, found: Mapping[int, Mapping[str, int]]) -> Finding:
+    kinds = [(kind, sum(counts.get(kind, 0) for counts in found.values())) for kind in ("negative", "NaN")]
+    text = " and ".join(f"{count:,} {kind}" for kind, count in kinds if count)
+    message = f"{moe.path}: {text} block scales, which Marlin's form has no code for; use another target"
+    place = f"{target.layout}/{target.engine}: "
+    return Finding("block-scale-bad", "error", place + message, layer=moe.layer, experts=tuple(sorted(found)))
 
 
 def largest_code(codes: Tensor) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -18,6 +18,7 @@ from typing import Any
 from nvfp4prep.dialects import natural_key
 from nvfp4prep.engine_excludes import SomeShards, engine_modules, matcher
 from nvfp4prep.findings import Finding
+from nvfp4prep.patterns import MAX_PATTERN, Budget, compiled
 from nvfp4prep.schema import GROUP_SIZE, Format, Schema
 
 CONFIG = "config.json"
@@ -214,7 +215,7 @@ def _differences(flat: QuantConfig, deep: QuantConfig) -> list[Finding]:
             Finding(
                 "configs-disagree",
                 "warning",
-                f"exclude lists differ in {len(only)} entries, {min(only)!r} among them",
+                f"exclude lists differ in {len(only)} entries, {_shown(min(only))} among them",
                 CONFIG,
             )
         )
@@ -382,12 +383,15 @@ def rewrite_exclude(schema: Schema, exclude: Sequence[str], tied: bool) -> Exclu
         for linear in schema.of_format(Format.UNQUANTIZED)
     }
     plain |= {moe.container for moe in schema.moe_layers if moe.format is Format.UNQUANTIZED}
+    nameless = "" in plain
+    plain.discard("")
     quantized = [linear.module for linear in schema.linears.values() if linear.format is not Format.UNQUANTIZED]
     quantized += [moe.container for moe in schema.moe_layers if moe.format is not Format.UNQUANTIZED]
     if tied and not any(module.rpartition(".")[2] == "lm_head" for module in (*plain, *quantized)):
         plain.add("lm_head")
     corrupted = [entry for entry in exclude if not entry or not entry.isprintable()]
-    match = _matcher([*plain, *quantized])
+    untried: list[str] = []
+    match = _matcher([*plain, *quantized], untried)
     quantized_set = set(quantized)
     unmatched, contradicted, covered = [], [], set()
     over: dict[str, list[str]] = {}
@@ -398,21 +402,25 @@ def rewrite_exclude(schema: Schema, exclude: Sequence[str], tied: bool) -> Exclu
         covered.update(hits)
         wrong = [hit for hit in hits if hit in quantized_set]
         if not hits:
-            unmatched.append(entry)
+            unmatched.append(entry)  # also those that were not tried
         elif wrong:
             contradicted.append(entry)
             over[entry] = wrong
     names = tuple(sorted(plain, key=natural_key))
     added = tuple(name for name in names if name not in covered)
     findings = []
+    if nameless:
+        message = "this tensor's module has no name, and an empty entry would exclude every module: not listed"
+        findings.append(Finding("exclude-nameless", "warning", message, tensor="weight"))
     for entries, rule, text in (
+        (untried, "exclude-pattern", "entries of the exclude list are no pattern that can be matched; dropped"),
         (corrupted, "exclude-corrupted", "corrupted entries of the exclude list dropped"),
         (unmatched, "exclude-unmatched", "entries of the exclude list that match no stored module dropped"),
         (added, "exclude-added", "modules stored unquantised that the exclude list did not name; listed now"),
     ):
         if entries:
             more = f" and {len(entries) - 3} more" if len(entries) > 3 else ""
-            shown = ", ".join(map(repr, entries[:3]))
+            shown = ", ".join(map(_shown, entries[:3]))
             findings.append(
                 Finding(
                     rule,
@@ -426,7 +434,7 @@ def rewrite_exclude(schema: Schema, exclude: Sequence[str], tied: bool) -> Exclu
             Finding(
                 "exclude-contradicted",
                 "warning",
-                f"{entry!r} excludes {len(wrong)} modules that are stored quantised ({wrong[0]}); dropped",
+                f"{_shown(entry)} excludes {len(wrong)} modules that are stored quantised ({wrong[0]}); dropped",
                 CONFIG,
             )
         )
@@ -434,9 +442,19 @@ def rewrite_exclude(schema: Schema, exclude: Sequence[str], tied: bool) -> Exclu
     return ExcludeReport(names, tuple(corrupted), tuple(unmatched), tuple(contradicted), added, tuple(findings))
 
 
-def _matcher(modules: Iterable[str]) -> Any:
-    """A function from an exclude entry to the modules it matches: glob, `re:` regex, or a name and all below it."""
+def _shown(entry: str) -> str:
+    """An entry as findings show it."""
+    return repr(entry if len(entry) <= 120 else entry[:117] + "...")
+
+
+def _matcher(modules: Iterable[str], untried: list[str]) -> Callable[[str], list[str]]:
+    """A function from an exclude entry to the modules it matches: glob, `re:` regex, or a name and all below it.
+
+    Entries that are no pattern, or would take too long, match nothing and are added to `untried`.
+    """
     ordered = sorted(set(modules))
+    longest = max(map(len, ordered), default=0)
+    budget = Budget()
 
     def starting_with(prefix: str) -> list[str]:
         begin = bisect_left(ordered, prefix)
@@ -445,15 +463,18 @@ def _matcher(modules: Iterable[str]) -> Any:
 
     def match(entry: str) -> list[str]:
         if entry.startswith("re:"):
-            try:
-                pattern = re.compile(entry[3:])
-            except re.error:
+            pattern = compiled(entry[3:])
+            if pattern is None or not budget.allows(pattern, len(ordered), longest):
+                untried.append(entry)
                 return []
-            return [module for module in ordered if pattern.match(module)]
+            return [module for module in ordered if pattern.regex.match(module)]
         literal = re.split(r"[*?\[]", entry, maxsplit=1)[0]
-        if literal != entry:
-            return [module for module in starting_with(literal) if fnmatchcase(module, entry)]
-        return [module for module in starting_with(entry) if module == entry or module.startswith(entry + ".")]
+        if literal == entry:
+            return [module for module in starting_with(entry) if module == entry or module.startswith(entry + ".")]
+        if len(entry) > MAX_PATTERN:
+            untried.append(entry)
+            return []
+        return [module for module in starting_with(literal) if fnmatchcase(module, entry)]
 
     return match
 
@@ -511,7 +532,7 @@ def _rewrite_layers(schema: Schema, config: QuantConfig) -> dict[str, dict[str, 
             entry = dict(old[linear.module])
         else:
             continue
-        if linear.experts is None:
+        if linear.experts is None and linear.module:
             layers[linear.module] = entry
         if container is not None:
             layers[container] = entry

@@ -12,13 +12,23 @@ from rich.text import Text
 
 from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.convert import Prepared, Result
-from nvfp4prep.findings import Finding
+from nvfp4prep.findings import Finding, printable
 from nvfp4prep.manifest import total_counts
 from nvfp4prep.scales import GlobalScaleReport, InputScaleReport, RescaleCounts, changes
 from nvfp4prep.schema import Format
 
 _SHOWN_FILES = 12
 _STYLE = {"error": "bold red", "warning": "yellow", "info": "dim"}
+
+
+def plain(text: str, style: str = "") -> Text:
+    """Text as it is: no markup in it is read, and control characters are escaped. Names come from files."""
+    return Text(printable(text), style=style)
+
+
+def add_row(table: Table, *cells: str | Text) -> None:
+    """A row of cells that are shown as they are."""
+    table.add_row(*(plain(cell) if isinstance(cell, str) else cell for cell in cells))
 
 
 def size(count: float) -> str:
@@ -39,10 +49,11 @@ def shard_list(prepared: Prepared) -> list[Text]:
     """The output files, for a dry run."""
     shards = prepared.plan.shards
     lines = [
-        Text(f"  {shard.file}: {len(shard.tensors):,} tensors, {size(shard.nbytes)}") for shard in shards[:_SHOWN_FILES]
+        plain(f"  {shard.file}: {len(shard.tensors):,} tensors, {size(shard.nbytes)}")
+        for shard in shards[:_SHOWN_FILES]
     ]
     if len(shards) > _SHOWN_FILES:
-        lines.append(Text(f"  ... and {len(shards) - _SHOWN_FILES} files more; --json lists all"))
+        lines.append(plain(f"  ... and {len(shards) - _SHOWN_FILES} files more; --json lists all"))
     return lines
 
 
@@ -67,13 +78,14 @@ def plan(prepared: Prepared, verbose: bool) -> RenderableType:
     source, plan_ = prepared.checkpoint.source, prepared.plan
     revision = f"@{source.revision}" if source.revision else ""
     facts = Table.grid(padding=(0, 2))
-    facts.add_row("source", f"{source.spec}{revision}: {counted(len(source.tensors), len(source.shards))}")
-    facts.add_row(
+    add_row(facts, "source", f"{source.spec}{revision}: {counted(len(source.tensors), len(source.shards))}")
+    add_row(
+        facts,
         prepared.options.target,
         f"{counted(len(plan_.outputs), len(plan_.shards))}; {size(prepared.bytes_needed)} of disk needed",
     )
-    facts.add_row("", f"quant_algo {prepared.quant.algo}, {len(prepared.quant.exclude)} modules excluded by name")
-    facts.add_row("scales", _decisions(prepared))
+    add_row(facts, "", f"quant_algo {prepared.quant.algo}, {len(prepared.quant.exclude)} modules excluded by name")
+    add_row(facts, "scales", _decisions(prepared))
     parts: list[RenderableType] = [facts, *findings(prepared.findings, verbose)]
     if verbose:
         parts.append(scale_table(prepared.resolution.input_scales, prepared.resolution.global_scales, {}))
@@ -118,7 +130,8 @@ def scale_table(
     for report in inputs:
         good = report.good
         pairs = by_place.get(report.where) if report.gemm != "w2" else None
-        table.add_row(
+        add_row(
+            table,
             "" if report.layer is None else str(report.layer),
             report.where.rpartition(f"layers.{report.layer}.")[2],
             report.gemm,
@@ -146,14 +159,14 @@ def result(targets_: Sequence[Prepared], done: Result) -> RenderableType:
     lines: list[RenderableType] = []
     for number, prepared in enumerate(targets_):
         if len(targets_) > 1:
-            lines.append(Text(f"{prepared.options.target}:"))
+            lines.append(plain(f"{prepared.options.target}:"))
         lines += _rescaled(prepared, done.rescaled(number))
         flushed = sum(count for (job, _), count in done.outcome.flushed.items() if job == number)
         if flushed:
             text = f"{flushed:,} block scales are too small for this kernel and became zero; unpack can't restore them"
-            lines.append(Text(text, style="yellow"))
+            lines.append(plain(text, style="yellow"))
     written = sum(entry["bytes"] for manifest in done.manifests for entry in manifest["outputs"].values())
-    lines.append(Text(f"Done: {done.out} ({size(written)}); nvfp4prep.json says what was changed.", style="green"))
+    lines.append(plain(f"Done: {done.out} ({size(written)}); nvfp4prep.json says what was changed.", style="green"))
     if [prepared.options.target for prepared in targets_] == ["hf"] and (hint := _packed_hint(targets_[0].checkpoint)):
         lines.append(Text(hint))
     return Group(*lines)
@@ -177,7 +190,7 @@ def _rescaled(prepared: Prepared, rescaled: Mapping[str, RescaleCounts]) -> list
             counts = total_counts(report, rescaled)
             where = report.where if report.layer is None else f"layer {report.layer}: {report.where}"
             lines.append(
-                Text(f"{where}: {len(report.pairs)} of {report.total} weight_scale_2 unified, {rescale_text(counts)}")
+                plain(f"{where}: {len(report.pairs)} of {report.total} weight_scale_2 unified, {rescale_text(counts)}")
             )
     return lines
 
@@ -189,9 +202,9 @@ def targets(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     for row in rows:
         if row["target"] != before:
             before = row["target"]
-            lines.append(Text(f"{row['target']}", style="bold"))
-            lines.append(Text(f"  kernel {row['kernel']}; GPUs {row['gpus']}"))
+            lines.append(plain(f"{row['target']}", style="bold"))
+            lines.append(plain(f"  kernel {row['kernel']}; GPUs {row['gpus']}"))
             needs = f"gate/up scales: {row['alphas']}; input_scale: {row['input_scale']}; biases: {row['biases']}"
-            lines.append(Text(f"  {needs}; TP and EP; EPLB: {row['eplb']}"))
-        lines.append(Text(f"  {row['engine']} ({row['backend']}): {row['alignment']}; id {row['layout_id']}"))
+            lines.append(plain(f"  {needs}; TP and EP; EPLB: {row['eplb']}"))
+        lines.append(plain(f"  {row['engine']} ({row['backend']}): {row['alignment']}; id {row['layout_id']}"))
     return Group(*lines)

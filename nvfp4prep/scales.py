@@ -22,6 +22,10 @@ W13ScalePolicy = Literal["split", "unify"]
 ImputePolicy = Literal["none", "layer-max"]
 
 F32_MIN_NORMAL = 2.0**-126
+WIDE_RATIO = 2.0**9
+"""Between global scales to be unified: above it block scales of 0.5, and all below, become subnormal or zero."""
+FATAL_RATIO = 2.0**18
+"""Above it hardly a block scale survives: 448, the largest, becomes the smallest one there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +398,8 @@ def _resolve_moe(draft: _Draft, moe: MoeLayer, weight_only: frozenset[str]) -> N
         if len(set(values)) > 1:
             pairs[str(expert.id)] = tuple(values)
         tensors += _share(draft, expert.w13, values, unify)
+    if unify:
+        _check_ratios(draft, moe.path, moe.layer, moe.w13[0], pairs)
     if moe.gated:
         draft.global_scales.append(
             GlobalScaleReport(moe.path, moe.layer, len(moe.experts), pairs, unify and bool(pairs), tuple(tensors))
@@ -411,6 +417,34 @@ def _share(draft: _Draft, linears: Sequence[Linear], values: Sequence[float], un
             draft.rescales[name] = Rescale(((value,),), (shared,))
             rescaled.append(name)
     return rescaled
+
+
+def _check_ratios(
+    draft: _Draft, where: str, layer: int | None, first: Linear, pairs: Mapping[str, tuple[float, ...]]
+) -> None:
+    """A warning, or an error, where global scales to be unified lie so far apart that block scales are lost.
+
+    `pairs` are those that differ, by expert id or, of a fusion group, member names.
+    """
+    ratios = {key: max(values) / min(values) for key, values in pairs.items()}
+    for limit, most, severity, what in (
+        (FATAL_RATIO, math.inf, "error", "unified, all block scales of the smaller would vanish; export again"),
+        (WIDE_RATIO, FATAL_RATIO, "warning", "unified, many block scales of the smaller lose precision or vanish"),
+    ):
+        wide = {key: ratio for key, ratio in ratios.items() if limit < ratio <= most}
+        if wide:
+            draft.findings.append(
+                Finding(
+                    "global-scale-ratio",
+                    severity,  # type: ignore[arg-type]
+                    f"{where}: {len(wide)} sets of weight_scale_2 that engines need to be one differ by up to "
+                    f"{max(wide.values()):.3g}x; {what}",
+                    first.params["weight"].file,
+                    first.tensor_name("weight_scale_2"),
+                    layer,
+                    tuple(sorted(int(key) for key in wide if key.isdecimal())),
+                )
+            )
 
 
 def _resolve_fused_pairs(draft: _Draft, moe: MoeLayer, linear: Linear, unify: bool) -> None:
@@ -437,6 +471,8 @@ def _resolve_fused_pairs(draft: _Draft, moe: MoeLayer, linear: Linear, unify: bo
             )
         )
         return
+    if unify:
+        _check_ratios(draft, moe.path, moe.layer, linear, pairs)
     shared = tuple(max(pair) for pair in halves)
     draft.values[name] = shared if unify else values
     if pairs and unify:
@@ -458,6 +494,7 @@ def _resolve_group(draft: _Draft, group: FusionGroup, weight_only: frozenset[str
     names = [member.module.rpartition(".")[2] for member in group.members]
     tensors = _share(draft, group.members, values, True)
     pairs = {"/".join(names): tuple(values)} if differ else {}
+    _check_ratios(draft, group.label, layer, group.members[0], pairs)
     draft.global_scales.append(GlobalScaleReport(group.label, layer, 1, pairs, differ, tuple(tensors)))
 
 

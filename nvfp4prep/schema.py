@@ -6,19 +6,30 @@ What is stored decides a module's format; the configuration is compared with it 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain, islice
 from typing import Any, Literal
 
-from nvfp4prep.dialects import FUSION_GROUPS, QUANT_PARAMS, Dialect, Role, layer_number, natural_key, role_of
-from nvfp4prep.findings import Finding, ranges
-from nvfp4prep.header import TensorInfo
+from nvfp4prep.dialects import (
+    FUSION_GROUPS,
+    QUANT_PARAMS,
+    Dialect,
+    Role,
+    layer_number,
+    natural_key,
+    odd_expert_id,
+    role_of,
+)
+from nvfp4prep.findings import Finding
+from nvfp4prep.header import TensorInfo, short
 
 GROUP_SIZE = 16
 """NVFP4: one E4M3 block scale for 16 values along the input dimension."""
 
 FLOAT_DTYPES = frozenset({"F32", "BF16", "F16"})
+_MAX_LISTED = 64
 SCALAR_PARAMS = ("weight_scale_2", "input_scale")
 
 
@@ -60,7 +71,9 @@ class Linear:
 
     def tensor_name(self, param: str) -> str:
         """The name of a parameter in the checkpoint's dialect, also of one that is not stored."""
-        return self.module + self.separator + param
+        if param in self.params:
+            return self.params[param].name
+        return self.module + self.separator + param if self.module else param
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +169,22 @@ def build_schema(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -
     roles: dict[str, Role] = {}
     for tensor in tensors.values():
         role = role_of(tensor.name)
+        twin = stored[role.module].get(role.param)
+        if twin is not None or roles.setdefault(role.module, role).dialect is not role.dialect:
+            other = twin or next(iter(stored[role.module].values()))
+            message = f"stands for the same module as {other.name}; one of the two has to go"
+            findings.append(
+                Finding("module-named-twice", "error", message, tensor.file, tensor.name, layer_number(role.module))
+            )
+            continue
         stored[role.module][role.param] = tensor
-        roles.setdefault(role.module, role)
+    _odd_ids(tensors.values(), findings)
     linears: dict[str, Linear] = {}
     for module, params in stored.items():
         linear = _classify(roles[module], params, findings)
         if linear is not None:
             linears[module] = linear
+    _unusable_experts(stored, roles, linears, findings)
     moe_layers = _moe_layers(linears, roles, config, findings)
     fusion_groups = _fusion_groups(linears, roles, findings)
     expert_of = {
@@ -226,7 +248,7 @@ def _classify(role: Role, params: Mapping[str, TensorInfo], findings: list[Findi
             "scales already swizzled for a kernel can't be converted: start from the logical checkpoint",
             scale,
         )
-    elif sidecars or len(weight.shape) >= 2:
+    elif role.moe is None and (sidecars or len(weight.shape) >= 2):  # _unusable_experts tells the others
         find(
             "unclassified",
             f"{weight.dtype} {list(weight.shape)}: a format nvfp4prep does not know; kept as it is",
@@ -293,6 +315,51 @@ def scale_shapes(experts: int | None, projection: str | None) -> tuple[tuple[int
     return (*shapes, (experts, 2)) if projection == "gate_up" else shapes
 
 
+def _odd_ids(tensors: Iterable[TensorInfo], findings: list[Finding]) -> None:
+    """An error for each MoE block with experts counted as `00` or `٣`: engines and we would take them for others."""
+    odd: dict[str, list[tuple[TensorInfo, str]]] = defaultdict(list)
+    for tensor in tensors:
+        found = odd_expert_id(tensor.name)
+        if found is not None:
+            odd[found[0]].append((tensor, found[1]))
+    for path, named in odd.items():
+        tensor, label = named[0]
+        message = (
+            f"{label!a} is no expert id ({len(named)} such names); ids are 0, 1, 2 and so on, without leading zeros"
+        )
+        findings.append(Finding("expert-id", "error", message, tensor.file, tensor.name, layer_number(path)))
+
+
+def _unusable_experts(
+    stored: Mapping[str, Mapping[str, TensorInfo]],
+    roles: Mapping[str, Role],
+    linears: Mapping[str, Linear],
+    findings: list[Finding],
+) -> None:
+    """Errors for experts whose weight has no known format and that no finding names yet, one for each block and form.
+
+    One expert that is passed over would switch off its whole layer: it would be copied with its scales as they are.
+    """
+    told = {finding.tensor for finding in findings if finding.severity == "error"}
+    odd: dict[tuple[str, str], list[tuple[TensorInfo, int | None]]] = defaultdict(list)
+    for module, params in stored.items():
+        path, linear = roles[module].moe, linears.get(module)
+        if path is None or (linear is not None and linear.format is not Format.UNCLASSIFIED):
+            continue
+        if any(tensor.name in told for tensor in params.values()):
+            continue
+        weight = params.get("weight")
+        form = f"{weight.dtype} {list(weight.shape)}" if weight else f"no weight but {', '.join(sorted(params))}"
+        odd[path, form].append((weight or next(iter(params.values())), roles[module].expert))
+    for (path, form), members in odd.items():
+        tensor = members[0][0]
+        experts = tuple(sorted({expert for _, expert in members if expert is not None}))
+        message = f"{len(members)} of the experts' linears hold {form}: a format nvfp4prep does not know"
+        findings.append(
+            Finding("unclassified", "error", message, tensor.file, tensor.name, layer_number(path), experts)
+        )
+
+
 # --- MoE layers ----------------------------------------------------------------------------------------------------
 
 
@@ -349,27 +416,38 @@ def _one_format(path: str, linears: Sequence[Linear], findings: list[Finding]) -
         formats[linear.format].append(linear)
     if len(formats) == 1:
         return linears[0].format
-    if Format.UNCLASSIFIED not in formats:
-        fewest = min(formats.values(), key=len)
-        tensor = fewest[0].params["weight"]
-        counts = ", ".join(f"{len(members)} {kind.value}" for kind, members in formats.items())
-        findings.append(
-            Finding(
-                "mixed-experts",
-                "error",
-                f"linears of one MoE layer differ in format ({counts}); one fused kernel can't read them",
-                tensor.file,
-                tensor.name,
-                layer_number(path),
-            )
+    fewest = min(formats.values(), key=len)
+    tensor = fewest[0].params["weight"]
+    counts = ", ".join(f"{len(members)} {kind.value}" for kind, members in formats.items())
+    findings.append(
+        Finding(
+            "mixed-experts",
+            "error",
+            f"linears of one MoE layer differ in format ({counts}); one fused kernel can't read them",
+            tensor.file,
+            tensor.name,
+            layer_number(path),
         )
-    return None  # an UNCLASSIFIED linear already has its own finding
+    )
+    return None
+
+
+def _gaps(ids: Iterable[int], count: int) -> list[range]:
+    """The numbers below `count` that are not in `ids`, as ranges: config.json's count may be anything."""
+    gaps, position = [], 0
+    for number in (*sorted(ids), count):
+        if number > position:
+            gaps.append(range(position, number))
+        position = number + 1
+    return gaps
 
 
 def _per_expert_layer(
     path: str, linears: Sequence[Linear], roles: Mapping[str, Role], config: Mapping[str, Any], findings: list[Finding]
 ) -> MoeLayer | None:
     layer = layer_number(path)
+
+    before = len(findings)
 
     def error(rule: str, message: str, experts: Sequence[int] = ()) -> None:
         findings.append(Finding(rule, "error", f"{path}: {message}", layer=layer, experts=tuple(experts)))
@@ -378,16 +456,23 @@ def _per_expert_layer(
     for linear in linears:
         role = roles[linear.module]
         assert role.expert is not None and role.projection is not None
+        if role.projection in table[role.expert]:
+            error("expert-twice", f"two linears are the {role.projection} projection", (role.expert,))
         table[role.expert][role.projection] = linear
-    before = len(findings)
     expected = config_expert_count(config) or max(table) + 1
-    absent = sorted(set(range(max(expected, max(table) + 1))) - set(table)) if max(table) < 1_000_000 else [0]
+    absent = _gaps(table, max(expected, max(table) + 1))
     if absent or len(table) != expected:
+        listed = ", ".join(
+            str(gap.start) if gap.stop == gap.start + 1 else f"{gap.start}-{gap.stop - 1}"
+            for gap in absent[:_MAX_LISTED]
+        )
+        if len(absent) > _MAX_LISTED:
+            listed += " and more"
         error(
             "expert-missing",
             f"{len(table)} experts are stored, {expected} expected"
-            + (f"; missing: {ranges(absent)}" if absent else "; config.json names fewer"),
-            absent[:64],
+            + (f"; missing: {listed}" if absent else "; config.json names fewer"),
+            tuple(islice(chain.from_iterable(absent), _MAX_LISTED)),
         )
     gated = any("gate" in projections for projections in table.values())
     wanted = ("gate", "up", "down") if gated else ("up", "down")
@@ -415,8 +500,33 @@ def _per_expert_layer(
                 sorted(odd),
             )
             return None
+    if kind is Format.NVFP4 and not _biases_fit(path, [table[i][p] for i in sorted(table) for p in wanted], findings):
+        return None
     experts = tuple(Expert(i, table[i].get("gate"), table[i]["up"], table[i]["down"]) for i in sorted(table))
     return MoeLayer(path, kind, len(experts), hidden, intermediate, gated, experts)
+
+
+def _biases_fit(path: str, linears: Sequence[Linear], findings: list[Finding]) -> bool:
+    """Whether the experts' linears all have a bias that fits, or none has one; appends a finding otherwise."""
+    with_bias = [linear for linear in linears if "bias" in linear.params]
+
+    def error(these: Sequence[Linear], message: str) -> bool:
+        ids = tuple(sorted({linear.expert for linear in these if linear.expert is not None}))
+        name, file = these[0].tensor_name("bias"), these[0].params["weight"].file
+        findings.append(Finding("expert-bias", "error", f"{path}: {message}", file, name, layer_number(path), ids))
+        return False
+
+    if with_bias and len(with_bias) < len(linears):
+        without = [linear for linear in linears if "bias" not in linear.params]
+        return error(without, f"{len(without)} of {len(linears)} linears have no bias; kernels take all or none")
+    for linear in with_bias:
+        bias = linear.params["bias"]
+        shape = (linear.rows,) if linear.experts is None else (linear.experts, linear.rows)
+        if bias.dtype not in FLOAT_DTYPES:
+            return error([linear], f"a bias of {bias.dtype} where F32, BF16 or F16 was expected")
+        if bias.shape != shape:
+            return error([linear], f"a bias {short(list(bias.shape))} where {list(shape)} belongs to the weight")
+    return True
 
 
 def _fused_layer(
@@ -458,6 +568,8 @@ def _fused_layer(
                     layer=layer,
                 )
             )
+        if not _biases_fit(path, [gate_up, down], findings):
+            return None
     experts = gate_up.experts or 0
     return MoeLayer(
         path, kind, experts, gate_up.columns, gate_up.rows // 2, True, (), gate_up, down, gate_up_order(config)

@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
 from nvfp4prep.errors import EnvironmentFault, InputRefused
 from nvfp4prep.findings import Finding
-from nvfp4prep.header import HeaderError, TensorInfo, header_length, parse_header
+from nvfp4prep.header import HeaderError, TensorInfo, check_metadata_size, header_length, parse_header
 
 INDEX = "model.safetensors.index.json"
-MAX_JSON_BYTES = 256_000_000
+MAX_JSON_BYTES = 32_000_000
+"""Of a config: the largest MIXED_PRECISION ones have about 5 MB."""
+MAX_LARGE_JSON_BYTES = 256_000_000
+"""Of files that grow with the number of tensors."""
+_LARGE_JSON = frozenset({INDEX, "nvfp4prep.json"})
+PARTIAL_MARKER = ".nvfp4prep-partial"
+"""`writer` puts this file into an output that is not finished."""
+_NEVER_FOLDERS = frozenset({INDEX, "config.json", "hf_quant_config.json", "nvfp4prep.json"})
 _HUB_SPEC = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 # Bookkeeping of git and of huggingface_hub's local folders: not part of the model.
 _NOT_MODEL = frozenset({".git", ".cache", ".huggingface", "__pycache__"})
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What tells a file from the same one changed or replaced."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+
+    @staticmethod
+    def of(found: os.stat_result) -> FileState:
+        return FileState(found.st_size, found.st_mtime_ns, found.st_ino)
 
 
 @dataclass(frozen=True)
@@ -26,6 +47,7 @@ class Source:
     """A checkpoint's headers and where its bytes are.
 
     `tensors` maps each name to its TensorInfo in file order; `side_files` are all other files, relative, sorted.
+    `states` is what each shard was when its header was read: a file that changes later must not be read on.
     """
 
     root: Path
@@ -36,13 +58,58 @@ class Source:
     tensors: Mapping[str, TensorInfo]
     side_files: tuple[str, ...]
     findings: tuple[Finding, ...]
+    states: Mapping[str, FileState] = field(default_factory=dict)
 
     def open_shard(self, file: str) -> int:
-        """A read-only file descriptor of a shard or side file; the caller closes it."""
+        """A read-only file descriptor of a shard or side file; the caller closes it.
+
+        Raises:
+            EnvironmentFault: it can't be opened, or is another file than when its header was read.
+        """
         try:
-            return os.open(self.root / file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            descriptor = os.open(self.root / file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except OSError as error:
             raise EnvironmentFault(f"{file}: can't be opened: {error.strerror}") from None
+        try:
+            self._compare_state(file, os.fstat(descriptor))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _compare_state(self, file: str, found: os.stat_result) -> None:
+        before, now = self.states.get(file), FileState.of(found)
+        if before is None or before == now:
+            return
+        if before.size != now.size:
+            what = f"it had {before.size} bytes and has {now.size}"
+        else:
+            what = "it was written to or replaced"
+        raise EnvironmentFault(
+            f"{file}: changed since its header was read: {what}; run again when nothing writes to it"
+        )
+
+
+def verify_unchanged(source: Source) -> None:
+    """Raise EnvironmentFault, naming the file, when a shard is no longer what it was when its header was read."""
+    for file in source.states:
+        try:
+            found = (source.root / file).stat()
+        except OSError as error:
+            raise EnvironmentFault(f"{file}: gone since its header was read: {error.strerror}") from None
+        source._compare_state(file, found)
+
+
+def read_part(descriptor: int, tensor: TensorInfo, start: int, length: int) -> bytes:
+    """`length` bytes of a tensor from its byte `start`; never bytes of its neighbours.
+
+    Raises:
+        EnvironmentFault: as read_range.
+        ValueError: the tensor has no such bytes; a check on its shape is missing.
+    """
+    if start < 0 or length < 0 or start + length > tensor.nbytes:
+        raise ValueError(f"{tensor.name}: bytes {start} to {start + length} asked for, it has {tensor.nbytes}")
+    return read_range(descriptor, tensor.file, tensor.start + start, length)
 
 
 def read_range(descriptor: int, file: str, start: int, length: int) -> bytes:
@@ -74,7 +141,7 @@ def open_source(spec: str) -> Source:
         refuse("no-such-checkpoint", "SRC is empty; give a directory or a Hub repo")
     path = Path(spec).expanduser()
     if path.is_dir():
-        return read_directory(path, spec=path.resolve().name, revision=None)
+        return read_directory(path, spec=_text(path.resolve().name), revision=None)
     match = _HUB_SPEC.fullmatch(spec)
     if path.exists():
         refuse("not-a-directory", f"{spec} is a file; give the checkpoint's directory")
@@ -110,7 +177,11 @@ def read_directory(root: Path, *, spec: str, revision: str | None) -> Source:
     """Headers of all shards of a local directory, checked against the index and against each other."""
     if not any(root.glob("*.safetensors")) and not (root / INDEX).exists():
         _refuse_packed(root)
-        refuse("no-weights", "no *.safetensors file here; nvfp4prep reads safetensors checkpoints only", file=str(root))
+        refuse(
+            "no-weights",
+            "no *.safetensors file here; nvfp4prep reads safetensors checkpoints only",
+            file=_text(str(root)),
+        )
     files = sorted(_model_files(root))
     _refuse_packed(root)
     shard_names = [name for name in files if name.endswith(".safetensors") and "/" not in name]
@@ -120,12 +191,12 @@ def read_directory(root: Path, *, spec: str, revision: str | None) -> Source:
     findings: list[Finding] = []
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, str] = {}
-    shards: dict[str, int] = {}
+    states: dict[str, FileState] = {}
     duplicates: list[Finding] = []
     for name in shard_names:
-        size, found, shard_metadata = _read_shard_header(root, name)
-        shards[name] = size
+        states[name], found, shard_metadata = _read_shard_header(root, name)
         metadata = shard_metadata | metadata
+        _check_metadata(metadata, name)
         for tensor in found:
             if tensor.name in tensors:
                 duplicates.append(
@@ -142,8 +213,17 @@ def read_directory(root: Path, *, spec: str, revision: str | None) -> Source:
         raise InputRefused(duplicates)
     if index is not None:
         findings += _compare_index(index, tensors)
-    side_files = tuple(name for name in files if name not in shards and name != INDEX)
-    return Source(root, spec, revision, shards, metadata, tensors, side_files, tuple(findings))
+    side_files = tuple(name for name in files if name not in states and name != INDEX)
+    shards = {name: state.size for name, state in states.items()}
+    return Source(root, spec, revision, shards, metadata, tensors, side_files, tuple(findings), states)
+
+
+def _check_metadata(metadata: Mapping[str, str], file: str) -> None:
+    """Of all shards together, since each output file gets all of it."""
+    try:
+        check_metadata_size(metadata)
+    except HeaderError as error:
+        refuse("bad-shard", f"with the shards before it, {error}", file=file)
 
 
 def _refuse_packed(root: Path) -> None:
@@ -166,7 +246,7 @@ def read_packed(root: Path, folders: Sequence[str]) -> Source:
     """
     files = sorted(_model_files(root))
     tensors: dict[str, TensorInfo] = {}
-    shards: dict[str, int] = {}
+    states: dict[str, FileState] = {}
     metadata: dict[str, str] = {}
     for folder in folders:
         prefix = f"{folder}/" if folder else ""
@@ -178,21 +258,48 @@ def read_packed(root: Path, folders: Sequence[str]) -> Source:
         _check_shards_exist(index, here)
         found: dict[str, TensorInfo] = {}
         for name in here:
-            shards[name], listed, metadata = _read_shard_header(root, name)
+            states[name], listed, metadata = _read_shard_header(root, name)
             found |= {tensor.name: tensor for tensor in listed}
         _compare_index(index, found)
         tensors |= {prefix + name: tensor for name, tensor in found.items()}
     indexes = {f"{folder}/{INDEX}" if folder else INDEX for folder in folders}
-    side_files = tuple(name for name in files if name not in shards and name not in indexes)
-    return Source(root, root.resolve().name, None, shards, metadata, tensors, side_files, ())
+    side_files = tuple(name for name in files if name not in states and name not in indexes)
+    shards = {name: state.size for name, state in states.items()}
+    return Source(root, _text(root.resolve().name), None, shards, metadata, tensors, side_files, (), states)
+
+
+def _text(name: str) -> str:
+    """A file name as text that can always be encoded; bytes of it that are no UTF-8 become escapes."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _model_files(root: Path) -> Iterable[str]:
+    """Every file of the model, relative to `root`.
+
+    Refuses what can't be copied under the same name: names that are no UTF-8, links to folders (a link to a file is
+    followed; behind one to a folder may lie anything, the output itself too), special files, and folders named like
+    files that are read or written.
+    """
+
     def fail(error: OSError) -> None:
         raise EnvironmentFault(f"{error.filename}: can't be listed: {error.strerror}")
 
     for folder, folders, names in os.walk(root, onerror=fail):
         folders[:] = sorted(name for name in folders if name not in _NOT_MODEL)
+        for name in (*folders, *names):
+            path = (Path(folder) / name).relative_to(root)
+            if _text(name) != name:
+                refuse("undecodable-name", f"{name!a} is not UTF-8; rename it", file=_text(str(path)))
+            if folder == str(root) and name == PARTIAL_MARKER:
+                message = "marks an output that nvfp4prep did not finish; convert its source again"
+                refuse("unfinished-output", message, file=name)
+        for name in folders:
+            path = Path(folder) / name
+            if path.is_symlink():
+                message = "a link to a folder; put the folder in its place, or remove it"
+                refuse("linked-folder", message, file=str(path.relative_to(root)))
+            if folder == str(root) and (name in _NEVER_FOLDERS or name.endswith(".safetensors")):
+                refuse("not-a-file", "a folder where a file of the model belongs; rename or remove it", file=name)
         for name in names:
             path = Path(folder) / name
             if not path.is_file():
@@ -203,14 +310,29 @@ def _model_files(root: Path) -> Iterable[str]:
 
 
 def read_json(root: Path, file: str) -> dict[str, Any] | None:
-    """A JSON object of the checkpoint, or None when the file isn't there. Raises InputRefused for anything else."""
+    """A JSON object of the checkpoint, or None when the file isn't there.
+
+    What is read can be written again: its text can be encoded, its numbers are finite. Only config.json may hold
+    Infinity where `may_be_infinite` says so, since transformers itself writes it.
+
+    Raises:
+        InputRefused: anything else.
+    """
     path = root / file
+    if path.is_dir():
+        refuse("not-a-file", "a folder where a file of the model belongs; rename or remove it", file=file)
     if not path.is_file():
         return None
+    limit = MAX_LARGE_JSON_BYTES if file in _LARGE_JSON else MAX_JSON_BYTES
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            refuse("bad-json", f"{path.stat().st_size} bytes, over the limit of {MAX_JSON_BYTES}", file=file)
-        value = json.loads(path.read_bytes())
+        with path.open("rb") as reader:
+            raw = reader.read(limit + 1)
+        if len(raw) > limit:
+            refuse("bad-json", f"{max(len(raw), path.stat().st_size)} bytes, over the limit of {limit}", file=file)
+        value = _parse_json(raw)
+        for number, place in non_finite(value):
+            if math.isnan(number) or file != "config.json" or not may_be_infinite(place):
+                refuse("bad-json", f"{'.'.join(map(str, place))} is {number}, which JSON does not have", file=file)
     except OSError as error:
         raise EnvironmentFault(f"{file}: can't be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -218,6 +340,49 @@ def read_json(root: Path, file: str) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         refuse("bad-json", f"a JSON {type(value).__name__}, not an object", file=file)
     return value
+
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _parse_json(raw: bytes) -> Any:
+    text = raw.decode(json.detect_encoding(raw))
+    value = json.loads(text)
+    if _SURROGATE.search(text):  # in pairs they are characters, alone no text
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError("a string holds half a surrogate pair, which is no text") from None
+    return value
+
+
+Place = tuple[str | int, ...]
+"""Keys and list positions that lead to a value of a JSON object."""
+
+
+def non_finite(value: Any) -> Iterator[tuple[float, Place]]:
+    """NaN and infinities of a parsed JSON value, with where they are: literals, and numbers too large such as 1e999."""
+    open_: list[tuple[Any, Place]] = [(value, ())]
+    while open_:
+        part, place = open_.pop()
+        children: Iterable[tuple[str | int, Any]] = ()
+        if isinstance(part, dict):
+            children = part.items()
+        elif isinstance(part, list):
+            children = enumerate(part)
+        for key, child in children:
+            if isinstance(child, dict | list):
+                open_.append((child, (*place, key)))
+            elif isinstance(child, float) and not math.isfinite(child):
+                yield child, (*place, key)
+
+
+def may_be_infinite(place: Place) -> bool:
+    """Whether config.json may hold an infinity there: in a list of a key that nvfp4prep does not read.
+
+    Nemotron-H's has `"time_step_limit": [0.0, Infinity]`.
+    """
+    return isinstance(place[-1], int) and not {"quantization_config", "architectures"} & set(place)
 
 
 def _read_index(root: Path) -> dict[str, str]:
@@ -254,17 +419,17 @@ def _check_shards_exist(index: Mapping[str, str], shard_names: list[str]) -> Non
         )
 
 
-def _read_shard_header(root: Path, name: str) -> tuple[int, list[TensorInfo], dict[str, str]]:
+def _read_shard_header(root: Path, name: str) -> tuple[FileState, list[TensorInfo], dict[str, str]]:
     try:
         with (root / name).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = header_length(file.read(8), size)
-            tensors, metadata = parse_header(file.read(length), name, size)
+            state = FileState.of(os.fstat(file.fileno()))
+            length = header_length(file.read(8), state.size)
+            tensors, metadata = parse_header(file.read(length), name, state.size)
     except OSError as error:
         raise EnvironmentFault(f"{name}: can't be read: {error.strerror}") from None
     except HeaderError as error:
         refuse("bad-shard", str(error), file=name)
-    return size, tensors, metadata
+    return state, tensors, metadata
 
 
 def _compare_index(index: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> list[Finding]:

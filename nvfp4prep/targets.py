@@ -19,10 +19,12 @@ from nvfp4prep.layouts.logical import (
     plan_geometry,
 )
 from nvfp4prep.plan import Rank
-from nvfp4prep.scales import InputScalePolicy, W13ScalePolicy
+from nvfp4prep.scales import F32_MIN_NORMAL, InputScalePolicy, W13ScalePolicy
 from nvfp4prep.schema import FLOAT_DTYPES, SCALAR_PARAMS, Format, MoeLayer, Schema
 
 HF = "hf"
+IDENTITY = "nvfp4prep"
+"""The key of a packed file's metadata that says which layout and rank it is of."""
 AUTO = "auto"
 
 GPU_CAPABILITIES: Mapping[str, str] = {
@@ -37,6 +39,8 @@ GPU_CAPABILITIES: Mapping[str, str] = {
 
 _PACKED_PARAMS = frozenset({"weight", "weight_scale", *SCALAR_PARAMS, "bias"})
 """What an expert's linear may hold: layouts have no place for anything else."""
+
+_F32_MAX = 3.4028234663852886e38
 
 _OAI_ALPHA = 1.702  # gpt-oss: the reference implementation's constant, not in config.json
 _OAI_BETA = 1.0
@@ -79,6 +83,12 @@ class Target:
     def common(self) -> str:
         """Where the other tensors lie."""
         return "" if self.flat else "common"
+
+    def identity(self, rank: Rank | None) -> str:
+        """What each file of a rank (None: of what all ranks share) says in its metadata under IDENTITY."""
+        if rank is None:
+            return f"{self.layout_id} common of {self.tp}, {self.ep}"
+        return f"{self.layout_id} rank {rank.tp} of {self.tp}, {rank.ep} of {self.ep}"
 
     def prefix(self, moe: MoeLayer) -> str:
         """What stands before the engine's parameter names. vLLM 0.33 keeps them in a RoutedExperts module."""
@@ -129,17 +139,34 @@ def activation_of(config: Mapping[str, Any], gated: bool) -> Activation:
     merged: dict[str, Any] = {}
     for section in reversed(sections):
         merged |= section
-    limit = merged.get("swiglu_limit")
+    limit = _swiglu_limit(merged.get("swiglu_limit"))
     if str(merged.get("model_type", "")).startswith("gpt_oss"):
-        return Activation("swiglu-oai", float(limit or _OAI_LIMIT), _OAI_ALPHA, _OAI_BETA)
+        return Activation("swiglu-oai", _OAI_LIMIT if limit is None else limit, _OAI_ALPHA, _OAI_BETA)
     name = merged.get("mlp_hidden_act") if not gated else None
     name = name or merged.get("hidden_act") or merged.get("hidden_activation")
     if gated and name in ("silu", "swish"):
-        return Activation("silu", None if limit is None else float(limit))
+        return Activation("silu", limit)
     if not gated and name in ("relu2", "relu^2", "squared_relu"):
         return Activation("relu2")
     kind = "gated" if gated else "not gated"
-    raise LayoutError(f"config.json names the activation {name!r} ({kind}), which nvfp4prep does not know")
+    raise LayoutError(f"config.json names the activation {_shown(name)} ({kind}), which nvfp4prep does not know")
+
+
+def _swiglu_limit(value: object) -> float | None:
+    """config.json's swiglu_limit, None when there is none. Raises LayoutError for what a kernel can't clamp with."""
+    if value is None:
+        return None
+    if isinstance(value, int | float) and not isinstance(value, bool) and F32_MIN_NORMAL <= value <= _F32_MAX:
+        return float(value)
+    raise LayoutError(
+        f"config.json's swiglu_limit is {_shown(value)}; it must be a number above 0 that F32 can hold, or null"
+    )
+
+
+def _shown(value: object) -> str:
+    """A value of config.json, cut to what a message can hold."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def target_for(capability: str | None) -> str:

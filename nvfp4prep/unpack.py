@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import xxhash
 from torch import Tensor
 
 from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
 from nvfp4prep.dialects import DIALECTS
-from nvfp4prep.errors import InputRefused
+from nvfp4prep.errors import CheckFailed, EnvironmentFault, InputRefused
 from nvfp4prep.execute import Job, execute, shard_digests
 from nvfp4prep.findings import Finding
-from nvfp4prep.header import DTYPE_BITS, HeaderError, TensorInfo, tensor_bytes
+from nvfp4prep.header import DTYPE_BITS, HeaderError, TensorInfo, header_length, parse_header, tensor_bytes
 from nvfp4prep.packing import PackJob, fact_names, manifest_entry, packed_names, projections, read_whole, stacked_specs
-from nvfp4prep.plan import Fill, Plan, Rank, Spec, Step, Unpack, copies, gather, index_of, key_of, outputs_of, place
+from nvfp4prep.plan import (
+    PIECE_BYTES,
+    Fill,
+    Plan,
+    Rank,
+    Spec,
+    Step,
+    Unpack,
+    copies,
+    gather,
+    index_of,
+    key_of,
+    outputs_of,
+    place,
+)
 from nvfp4prep.scales import Resolution
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, build_schema
-from nvfp4prep.source import INDEX, Source, read_json, read_packed, refuse
-from nvfp4prep.targets import Target, activation_of, expert_problem
+from nvfp4prep.source import INDEX, Source, read_json, read_packed, read_range, refuse
+from nvfp4prep.targets import IDENTITY, Target, activation_of, expert_problem
 from nvfp4prep.writer import PartialOutput, check_destination, check_space, file_sizes
 
+_READ_BYTES = 1 << 23
 _MAX_RANKS = 1024
 _MAX_EXPERTS = 1 << 16
 _OWN = ".experts.nvfp4prep."
@@ -96,6 +114,7 @@ def read_packed_output(path: Path) -> Packed:
         _refuse_manifest(f"its packed and logical entries don't belong together ({error})")
     packed = Packed(source, config, manifest, target, schema.moe_layers, experts)
     _check_tensors(packed)
+    _check_files(packed)
     return packed
 
 
@@ -223,6 +242,109 @@ def _check_tensors(packed: Packed) -> None:
         raise InputRefused(findings)
 
 
+def _check_files(packed: Packed) -> None:
+    """Every file is the one that the manifest lists under its name: of that size, and of that layout and rank."""
+    source, target, outputs = packed.source, packed.target, _outputs(packed.manifest)
+    ranks = {target.folder(rank): target.identity(rank) for rank in target.ranks()}
+    findings = [
+        Finding("packed-file-bad", "error", "the manifest lists it, but it is not there; copy the whole output", file)
+        for file in sorted(outputs.keys() - source.shards.keys())
+    ]
+    for file, size in source.shards.items():
+        folder = file.rpartition("/")[0]
+        expected = ranks.get(folder) or target.identity(None)
+        listed, found = outputs.get(file), _identity(source.root / file, size)
+        if listed is None:
+            message = "the manifest does not list this file; remove it"
+        elif found != expected:
+            message = f"says it is of {found or 'no packed output'}; {expected} belongs here; copy the whole output"
+        elif listed[0] != size:
+            message = f"{size:,} bytes; the manifest says {listed[0]:,}; copy it again"
+        else:
+            continue
+        findings.append(Finding("packed-file-bad", "error", message, file))
+    if findings:
+        raise InputRefused(findings)
+
+
+def _outputs(manifest: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
+    """Size and digest of each file by the manifest."""
+    outputs = manifest.get("outputs")
+    if not isinstance(outputs, dict) or not all(
+        isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("digest"), str)
+        for entry in outputs.values()
+    ):
+        _refuse_manifest("its outputs are no table of files with bytes and digest")
+    return {file: (entry["bytes"], entry["digest"]) for file, entry in outputs.items()}
+
+
+def _identity(path: Path, size: int) -> str | None:
+    """What a file's metadata says it is of."""
+    return parse_header(_header(path, size)[8:], path.name, size)[1].get(IDENTITY)
+
+
+def _header(path: Path, size: int) -> bytes:
+    """A file's header with its length bytes."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            return start + file.read(header_length(start, size))
+    except OSError as error:
+        raise EnvironmentFault(f"{path}: can't be read: {error.strerror}") from None
+
+
+# --- digests ----------------------------------------------------------------------------------------------------------
+
+
+def verify_digests(packed: Packed, workers: int) -> None:
+    """Compare every file with its digest in the manifest.
+
+    Raises:
+        CheckFailed: with the files that differ.
+        EnvironmentFault: I/O.
+    """
+    source, target = packed.source, packed.target
+    stacked = {
+        key_of(target.folder(rank), name)
+        for rank in target.ranks()
+        for moe in packed.layers
+        for name in stacked_specs(moe, rank, target)
+    }
+    by_file: dict[str, list[tuple[TensorInfo, int]]] = {file: [] for file in source.shards}
+    for key, tensor in source.tensors.items():
+        length = tensor.nbytes // tensor.shape[0] if key in stacked else PIECE_BYTES
+        by_file[tensor.file].append((tensor, length))
+    wrong = []
+    with ThreadPoolExecutor(workers) as pool:
+        for file, (_, digest) in _outputs(packed.manifest).items():
+            whole = xxhash.xxh3_128(xxhash.xxh3_128_digest(_header(source.root / file, source.shards[file])))
+            descriptor = source.open_shard(file)
+            try:
+                pieces = [
+                    (at, min(length, tensor.end - at))
+                    for tensor, length in sorted(by_file[file], key=lambda pair: pair[0].start)
+                    for at in range(tensor.start, tensor.end, length)
+                ]
+                for batch in (pieces[at : at + 4 * workers] for at in range(0, len(pieces), 4 * workers)):
+                    for part in pool.map(lambda piece: _piece_digest(descriptor, file, *piece), batch):  # noqa: B023
+                        whole.update(part)
+            finally:
+                os.close(descriptor)
+            if f"xxh3-128:{whole.hexdigest()}" != digest:
+                wrong.append(file)
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        message = f"{', '.join(wrong[:3])}{more}: not the bytes that were written (their digest is not the manifest's)"
+        raise CheckFailed(f"{message}; copy again")
+
+
+def _piece_digest(descriptor: int, file: str, start: int, length: int) -> bytes:
+    hasher = xxhash.xxh3_128()
+    for at in range(start, start + length, _READ_BYTES):
+        hasher.update(read_range(descriptor, file, at, min(_READ_BYTES, start + length - at)))
+    return hasher.digest()
+
+
 def _linear(moe: MoeLayer, projection: str) -> Linear:
     """The linear that holds a projection of a layer's first expert."""
     if moe.gate_up is not None and moe.down is not None:
@@ -255,16 +377,26 @@ def prepare(path: Path, out: Path, *, overwrite: bool) -> Prepared:
 
 
 def write(
-    prepared: Prepared, out: Path, *, overwrite: bool, workers: int, progress: Callable[[int], None]
+    prepared: Prepared,
+    out: Path,
+    *,
+    overwrite: bool,
+    workers: int,
+    progress: Callable[[int], None],
+    verify: bool = True,
 ) -> dict[str, Any]:
     """Write the `hf` checkpoint that a packed output was made from; returns its manifest.
 
-    Block scales that Marlin flushed come back as zero; the packed manifest says how many there were.
+    Every packed file is compared with its digest first, unless `verify` is off. Block scales that Marlin flushed come
+    back as zero; the packed manifest says how many there were.
 
     Raises:
+        CheckFailed: a packed file is not what was written.
         EnvironmentFault: as convert.
     """
     packed, plan = prepared.packed, prepared.plan
+    if verify:
+        verify_digests(packed, workers)
     source = packed.source
     values = {name: value for moe in packed.layers for name, value in _scale_values(packed, moe).items()}
     job = Job(Resolution(values, {}, (), (), ()), PackJob(packed.target, "", packed.config, {}, {}))

@@ -1,7 +1,8 @@
 """Output that appears under its final name only when complete: `OUT.partial`, positional writes, fsync, rename.
 
 Phases: open (partial folder, preallocated shards), `write`, `seal` (data on disk), `publish` (index and config last,
-rename).
+rename). A marker beside OUT.partial holds the lock and says which folder is ours; it is made first and removed last,
+so that a run killed at any moment leaves nothing that the next one can't tell from the folder of somebody else.
 """
 
 from __future__ import annotations
@@ -9,52 +10,138 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
+import resource
 import shutil
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 
-from nvfp4prep.errors import CheckFailed, EnvironmentFault, UsageFault
+from nvfp4prep.errors import CheckFailed, EnvironmentFault, InputRefused, UsageFault
+from nvfp4prep.findings import Finding
 from nvfp4prep.plan import Shard
+from nvfp4prep.source import read_json
 
-MARKER = ".nvfp4prep-partial"
-"""In OUT.partial until it is published, so that nothing else is ever taken for one of ours."""
 _CHUNK = 1 << 24
+_MOST_LINKS = 40
+_MOST_FILES = 128
+_MARKER_TEXT = re.compile(rb"(?:nvfp4prep (\d+)\n)?")
+
+Identity = tuple[int, int]
+"""Device and inode."""
 
 
 def check_destination(out: Path, source_root: Path, *, overwrite: bool) -> None:
-    """Refuse a destination that would touch the source or destroy what is not a checkpoint. Raises UsageFault."""
+    """Refuse a destination that would touch the source or destroy what is not a checkpoint.
+
+    Raises:
+        UsageFault: OUT can't be used.
+        InputRefused: the source is a link that leads to itself.
+    """
     out = destination(out)
     if not out.name:
         raise UsageFault(f"{out}: has no name of its own; choose another OUT")
     parent = next(folder for folder in out.parents if folder.exists())
     if not parent.is_dir():
         raise UsageFault(f"{out}: {parent} is a file; choose another OUT")
-    source = source_root.resolve()
-    for place in (out.resolve(), partial_path(out), replaced_path(out)):
-        if place == source or source in place.parents:
-            raise UsageFault(f"{out}: is the source or lies inside it; choose another OUT")
-        if place in source.parents:
-            raise UsageFault(f"{out}: the source lies inside it; choose another OUT")
+    if _is_loop(source_root):
+        message = f"{source_root}: a symbolic link that leads to itself; give the checkpoint's directory"
+        raise InputRefused([Finding("no-such-checkpoint", "error", message)])
     partial, replaced = partial_path(out), replaced_path(out)
-    if partial.exists() and not (partial / MARKER).exists():
+    if source_root.exists():
+        _check_source(out, source_root, {out.resolve(), partial, replaced})
+    if _in_the_way(partial, marker_path(out)):
         raise UsageFault(f"{partial}: is in the way and was not left by nvfp4prep; move it, or choose another OUT")
-    if replaced.exists():
+    if os.path.lexists(replaced):
         raise UsageFault(
-            f"{replaced}: is in the way, the former {out.name} of a run that was killed; rename or delete it"
+            f"{replaced}: is in the way: the former {out.name} of a run that was killed; "
+            + (f"{out.name} is there, so delete it" if os.path.lexists(out) else "rename or delete it")
         )
-    if not out.exists() and not out.is_symlink():
+    if not os.path.lexists(out):
         return
     if out.is_symlink() or not out.is_dir():
         raise UsageFault(f"{out}: exists and is no directory; choose another OUT")
     if not overwrite:
         raise UsageFault(f"{out}: exists; choose another OUT, or replace it with --overwrite")
-    if any(out.iterdir()) and not ((out / "config.json").exists() or (out / "nvfp4prep.json").exists()):
+    if not _may_be_replaced(out):
         raise UsageFault(f"{out}: holds no checkpoint, so --overwrite will not delete it; choose another OUT")
 
 
+def _check_source(out: Path, source_root: Path, places: Collection[Path]) -> None:
+    """Refuse when the source is one of `places`, holds one, lies in one, or reaches into one through any link."""
+    source = source_root.resolve()
+    for place in places:
+        if place == source or source in place.parents:
+            raise UsageFault(f"{out}: is the source or lies inside it; choose another OUT")
+    if any(step in places for step in _route(source_root)):
+        raise UsageFault(f"{out}: the source lies inside it; choose another OUT")
+    if not any(os.path.lexists(place) for place in places):
+        return
+    for folder, folders, names in os.walk(source):
+        for name in (*folders, *names):
+            link = Path(folder, name)
+            inside = next((step for step in _route(link) if step in places), None) if link.is_symlink() else None
+            if inside is not None:
+                raise UsageFault(f"{link}: a file of the source that lies inside {inside}; choose another OUT")
+
+
+def _route(path: Path) -> Iterator[Path]:
+    """Every place on the way to `path`, free of links: its folders, itself, and the same of each link's target."""
+    path = path.absolute()
+    todo, here, links = list(reversed(path.parts[1:])), Path(path.anchor), 0
+    while todo:
+        part = todo.pop()
+        step = here.parent if part == ".." else here / part
+        yield step
+        try:
+            target = step.readlink()
+        except OSError:
+            here = step
+            continue
+        links += 1
+        if links > _MOST_LINKS:
+            return
+        if target.is_absolute():
+            here = Path(target.anchor)
+        todo += reversed([part for part in target.parts if part != target.anchor])
+
+
+def _is_loop(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
+
+
+def _may_be_replaced(out: Path) -> bool:
+    """Whether a directory is empty or a checkpoint, or holds nothing but the outputs of a run with several targets."""
+    if not any(out.iterdir()) or _is_output(out):
+        return True
+    config = _json_object(out, "config.json")
+    if "model_type" in config or "architectures" in config:
+        return any(out.glob("*.safetensors"))
+    return all(not path.is_symlink() and path.is_dir() and _is_output(path) for path in out.iterdir())
+
+
+def _is_output(folder: Path) -> bool:
+    return isinstance(_json_object(folder, "nvfp4prep.json").get("runs"), list)
+
+
+def _json_object(folder: Path, name: str) -> Mapping[str, object]:
+    try:
+        return read_json(folder, name) or {}
+    except InputRefused:
+        return {}
+
+
 def destination(out: Path) -> Path:
-    """OUT as an absolute path without `..` or links in its parents."""
+    """OUT as an absolute path without `..` or links in its parents. Raises UsageFault when its links lead nowhere."""
+    if _is_loop(out):
+        raise UsageFault(f"{out}: a symbolic link on it leads to itself; choose another OUT")
     return out.absolute() if out.is_symlink() else out.resolve()
 
 
@@ -66,6 +153,54 @@ def replaced_path(out: Path) -> Path:
 def partial_path(out: Path) -> Path:
     """Where an unfinished OUT is built: beside it, so that the rename stays on one file system."""
     return out.with_name(out.name + ".partial")
+
+
+def marker_path(out: Path) -> Path:
+    """The file that a run locks, and that holds the inode of the OUT.partial it made."""
+    return out.with_name(f".{out.name}.partial.nvfp4prep")
+
+
+def _in_the_way(partial: Path, marker: Path) -> bool:
+    """Whether `partial` is there and neither empty nor the one that the marker names."""
+    found = _identity(partial)
+    if found is None:
+        return False
+    try:
+        text = _MARKER_TEXT.fullmatch(marker.read_bytes())
+    except OSError:
+        text = None
+    if text is not None and text[1] is not None and int(text[1]) == found[1]:
+        return False
+    return partial.is_symlink() or not partial.is_dir() or any(partial.iterdir())
+
+
+def _identity(path: Path) -> Identity | None:
+    try:
+        found = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
+
+
+def check_names(side_files: Mapping[str, str], planned: Collection[str], folders: Collection[str] = ()) -> None:
+    """Refuse side files that can't lie beside the planned files. Raises InputRefused with every one.
+
+    Args:
+        side_files: names in the source -> in the output.
+        planned: files that will be written, relative to the output.
+        folders: folders of the output that no side file may enter.
+    """
+    taken = set(planned) | set(folders)
+    inner = {str(parent) for name in planned for parent in PurePosixPath(name).parents}
+    findings = []
+    for name, target in side_files.items():
+        within = {target, *map(str, PurePosixPath(target).parents)}
+        clash = min(within & taken, default=target if target in inner else None)
+        if clash is not None:
+            message = f"the output has its own {clash}; rename or remove this file"
+            findings.append(Finding("name-taken", "error", message, file=name))
+    if findings:
+        raise InputRefused(findings)
 
 
 def check_space(out: Path, needed: int) -> None:
@@ -80,46 +215,169 @@ def check_space(out: Path, needed: int) -> None:
         )
 
 
+class _OpenFiles:
+    """Files under a folder, of which a bounded number is open; one that nobody uses is closed for another."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._limit = _MOST_FILES if soft == resource.RLIM_INFINITY else max(2, min(_MOST_FILES, soft // 4))
+        self._descriptors: dict[str, int] = {}
+        self._uses: Counter[str] = Counter()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    @contextmanager
+    def use(self, file: str, flags: int = 0) -> Iterator[int]:
+        """A descriptor to read and write; safe from several threads, and never closed while it is used."""
+        descriptor = self._take(file, os.O_RDWR | os.O_CLOEXEC | flags)
+        try:
+            yield descriptor
+        finally:
+            with self._changed:
+                self._uses[file] -= 1
+                if self._closed and not self._uses[file]:
+                    os.close(self._descriptors.pop(file))
+                self._changed.notify()
+
+    def _take(self, file: str, flags: int) -> int:
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise EnvironmentFault(f"{file}: the run has ended")
+                descriptor = self._descriptors.pop(file, None)
+                if descriptor is None and len(self._descriptors) < self._limit:
+                    descriptor = os.open(self._folder / file, flags, 0o644)
+                if descriptor is not None:
+                    self._descriptors[file] = descriptor  # at the end: the one used last
+                    self._uses[file] += 1
+                    return descriptor
+                idle = next((name for name in self._descriptors if not self._uses[name]), None)
+                if idle is None:
+                    self._changed.wait()
+                else:
+                    os.close(self._descriptors.pop(idle))
+
+    def close(self) -> None:
+        """Close all; those in use as soon as they no longer are."""
+        with self._changed:
+            self._closed = True
+            for file in [name for name in self._descriptors if not self._uses[name]]:
+                os.close(self._descriptors.pop(file))
+            self._changed.notify_all()
+
+
 class PartialOutput:
-    """An output being written. Leaving the context without `publish` deletes it, unless a check failed on it."""
+    """An output being written. Leaving the context without `publish` deletes it, unless a check failed on it.
+
+    An exception that leaves the context gets a note of what is on disk, where that is anything.
+    """
 
     def __init__(self, out: Path) -> None:
         self.out = destination(out)
         self.partial = partial_path(self.out)
-        self._descriptors: dict[str, int] = {}
-        self._published = False
+        self._replaced, self._marker = replaced_path(self.out), marker_path(self.out)
+        self._files = _OpenFiles(self.partial)
+        self._shards: list[str] = []
+        self._parents: list[Path] = []
+        self._former: Identity | None = None
+        self._own: Identity | None = None
         self._lock = -1
 
     def __enter__(self) -> PartialOutput:
         try:
-            if self.partial.exists():  # left by a run that was killed, unless that run holds the lock
-                os.close(_locked(self.partial))
-                shutil.rmtree(self.partial)
-            self.partial.mkdir(parents=True)
-            self._lock = _locked(self.partial)
-            (self.partial / MARKER).touch()
-        except OSError as error:
-            raise fault(self.partial, "can't be made", error) from None
+            self._open()
+        except BaseException as error:
+            self._leave(error)
+            if isinstance(error, OSError):
+                raise fault(self.partial, "can't be made", error) from None
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
-        if not self._published and not isinstance(value, CheckFailed):
-            shutil.rmtree(self.partial, ignore_errors=True)
-        os.close(self._lock)
+        self._leave(value)
+
+    def _open(self) -> None:
+        missing = [folder for folder in self.out.parents if not folder.exists()]
+        for folder in reversed(missing):
+            with suppress(FileExistsError):
+                folder.mkdir()
+                self._parents.append(folder)
+        self._lock = _locked(self._marker, self.partial)
+        self._former = _identity(self.out)
+        if _in_the_way(self.partial, self._marker):
+            raise UsageFault(f"{self.partial}: is in the way and was not left by nvfp4prep; move it")
+        if os.path.lexists(self.partial):  # left by a run that was killed
+            shutil.rmtree(self.partial)
+        self.partial.mkdir()
+        self._own = _identity(self.partial)
+        assert self._own is not None
+        os.ftruncate(self._lock, 0)
+        os.write(self._lock, b"nvfp4prep %d\n" % self._own[1])
+        os.fsync(self._lock)
+
+    @property
+    def _published(self) -> bool:
+        return self._own is not None and _identity(self.out) == self._own
+
+    def _leave(self, value: BaseException | None) -> None:
+        """Delete what is not wanted, data first and the marker last, and note on `value` what is left."""
+        try:
+            self._files.close()
+            if self._lock >= 0:
+                self._clean(value)
+            if not self._published:
+                for folder in reversed(self._parents):
+                    with suppress(OSError):
+                        folder.rmdir()
+        except BaseException as second:  # interrupted once more
+            second.add_note(self._left())
+            raise
+        finally:
+            if self._lock >= 0:
+                os.close(self._lock)
+                self._lock = -1
+        left = self._left()
+        if value is not None and left and not isinstance(value, CheckFailed):
+            value.add_note(left)
+
+    def _clean(self, value: BaseException | None) -> None:
+        if self._published:
+            if isinstance(value, KeyboardInterrupt):  # between the renames and the end of `publish`
+                self._delete_former()
+        elif not isinstance(value, CheckFailed):
+            self._roll_back()
+            if self._own is not None and _identity(self.partial) == self._own:
+                shutil.rmtree(self.partial, ignore_errors=True)
+            else:
+                with suppress(OSError):
+                    self.partial.rmdir()  # made, but not yet known to be
+        if not os.path.lexists(self.partial) or _in_the_way(self.partial, self._marker):
+            with suppress(OSError):
+                self._marker.unlink()
+
+    def _left(self) -> str:
+        """What of this run is on disk, for the message that ends it; empty when nothing is."""
+        found = []
+        if self._published:
+            found.append(f"{self.out} is complete")
+        elif self._own is not None and _identity(self.partial) == self._own:
+            found.append(f"{self.partial} is left, and deleted by the next run to {self.out}")
+        if self._former is not None and _identity(self._replaced) == self._former:
+            advice = "delete it" if self._published else f"rename it to {self.out.name}"
+            found.append(f"the former {self.out.name} is left as {self._replaced}; {advice}")
+        return "; ".join(found)
 
     def open_shard(self, shard: Shard) -> None:
         """Create a shard at its final size with its header."""
         path = self.partial / shard.file
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-            self._descriptors[shard.file] = descriptor
-            _preallocate(descriptor, shard.nbytes)
+            with self._files.use(shard.file, os.O_CREAT | os.O_EXCL) as descriptor:
+                self._shards.append(shard.file)
+                _preallocate(descriptor, shard.nbytes)
         except OSError as error:
             raise fault(path, "can't be created", error) from None
         self.write(shard.file, 0, shard.header)
@@ -128,10 +386,11 @@ class PartialOutput:
         """Write all of `data` at `position`; safe from several threads. Raises EnvironmentFault when it can't."""
         view = memoryview(data)
         try:
-            while view:
-                written = os.pwrite(self._descriptors[file], view, position)
-                view = view[written:]
-                position += written
+            with self._files.use(file) as descriptor:
+                while view:
+                    written = os.pwrite(descriptor, view, position)
+                    view = view[written:]
+                    position += written
         except OSError as error:
             raise fault(self.partial / file, f"writing at byte {position} failed", error) from None
 
@@ -149,23 +408,13 @@ class PartialOutput:
 
     def seal(self) -> None:
         """Force all shards to disk and close them."""
-        for file, descriptor in list(self._descriptors.items()):
+        for file in self._shards:
             try:
-                os.fsync(descriptor)
-                os.close(self._descriptors.pop(file))
+                with self._files.use(file) as descriptor:
+                    os.fsync(descriptor)
             except OSError as error:
                 raise fault(self.partial / file, "can't be synced", error) from None
-
-    def _take_name(self) -> None:
-        replaced = replaced_path(self.out)
-        if self.out.exists():
-            self.out.rename(replaced)
-        try:
-            self.partial.rename(self.out)
-        except OSError:
-            if replaced.exists():
-                replaced.rename(self.out)
-            raise
+        self._files.close()
 
     def publish(self, small_files: Sequence[tuple[str, bytes]], *, overwrite: bool) -> None:
         """Write the small files in the order given, sync, and rename to the final name.
@@ -178,30 +427,60 @@ class PartialOutput:
                     writer.write(data)
                     writer.flush()
                     os.fsync(writer.fileno())
-            (self.partial / MARKER).unlink()
             _sync_folder(self.partial)
-            if self.out.exists() and not overwrite:
-                raise UsageFault(f"{self.out}: appeared during the run; nothing of it was touched")
+            self._check_unchanged(self.out)
+            if self._former is not None and not (overwrite and self.out.is_dir() and _may_be_replaced(self.out)):
+                raise UsageFault(f"{self.out}: is in the way; nothing of it was touched")
             self._take_name()
-            self._published = True
             _sync_folder(self.out.parent)
-            if replaced_path(self.out).exists():
-                shutil.rmtree(replaced_path(self.out))
+            self._delete_former()
         except OSError as error:
             raise fault(self.out, "can't be finished", error) from None
 
+    def _check_unchanged(self, place: Path) -> None:
+        if _identity(place) != self._former:
+            raise UsageFault(f"{self.out}: appeared or was changed during the run; nothing of it was touched")
 
-def _locked(folder: Path) -> int:
-    """A descriptor of `folder` with an exclusive lock, held until it is closed or the process ends."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    def _take_name(self) -> None:
+        try:
+            if self._former is not None:
+                self.out.rename(self._replaced)
+                self._check_unchanged(self._replaced)
+            self.partial.rename(self.out)
+        except BaseException:
+            self._roll_back()
+            raise
+
+    def _roll_back(self) -> None:
+        """Give an OUT that was moved aside its name back, unless the new one has it."""
+        if self._former is not None and not os.path.lexists(self.out) and os.path.lexists(self._replaced):
+            self._replaced.rename(self.out)
+
+    def _delete_former(self) -> None:
+        if self._former is not None and _identity(self._replaced) == self._former:
+            shutil.rmtree(self._replaced)
+
+
+def _locked(marker: Path, partial: Path) -> int:
+    """A descriptor of the marker with an exclusive lock, held until it is closed or the process ends."""
+    while True:
+        descriptor = os.open(marker, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = os.fstat(descriptor)
+            if _identity(marker) == (found.st_dev, found.st_ino):  # not one that its owner has just removed
+                if _MARKER_TEXT.fullmatch(os.pread(descriptor, 100, 0)) is None:
+                    raise UsageFault(f"{marker}: is in the way and was not left by nvfp4prep; move it")
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            raise EnvironmentFault(
+                f"{partial}: another nvfp4prep is writing here; wait for it or choose another OUT"
+            ) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
         os.close(descriptor)
-        raise EnvironmentFault(
-            f"{folder}: another nvfp4prep is writing here; wait for it or choose another OUT"
-        ) from None
-    return descriptor
 
 
 def _preallocate(descriptor: int, size: int) -> None:
@@ -223,8 +502,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 def fault(path: Path, what: str, error: OSError) -> EnvironmentFault:
-    """An EnvironmentFault for an OSError, with what to do when the disk is full."""
-    advice = "; free space and run again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    """An EnvironmentFault for an OSError, with what to do when the disk is full or too many files are open."""
+    advice = ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        advice = "; free space and run again"
+    elif error.errno in (errno.EMFILE, errno.ENFILE):
+        advice = "; raise the limit (ulimit -n), or use a larger --max-shard-size"
     return EnvironmentFault(f"{path}: {what}: {error.strerror or error}{advice}")
 
 

@@ -246,7 +246,9 @@ def imported(*arguments: object) -> set[str]:
 def test_torch_is_imported_only_when_needed(checkpoint: Fetch, tmp_path: Path) -> None:
     assert not {"torch", "numpy", "rich", "huggingface_hub", "safetensors"} & imported("--help")
     assert not {"torch", "numpy", "huggingface_hub"} & imported("inspect", checkpoint(QWEN))
-    assert not {"torch", "numpy", "huggingface_hub"} & imported("convert", checkpoint(QWEN), tmp_path / "out")
+    assert not {"torch", "numpy", "huggingface_hub"} & imported(
+        "convert", checkpoint(QWEN), tmp_path / "out", "--no-smoke"
+    )
 
 
 # --- interruption -----------------------------------------------------------------------------------------------------
@@ -327,3 +329,51 @@ def test_closed_stdout_is_no_crash(checkpoint: Fetch, tmp_path: Path) -> None:
     command = f"{sys.executable} -m nvfp4prep inspect {checkpoint(QWEN)} | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("options", ["", "-q", "--json"])
+@pytest.mark.parametrize("stdout", ["| true", ">&-", ">/dev/full", "2>&1 | true", ">&- 2>&-"])
+def test_stdout_that_takes_nothing(options: str, stdout: str, checkpoint: Fetch, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m nvfp4prep convert {checkpoint(DENSE)} {tmp_path / 'out'} {options} {stdout}"
+    shell = ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"]
+    done = subprocess.run(shell, capture_output=True, text=True, check=False)
+    lost = "full" in stdout and options != "-q"
+    assert done.returncode == (4 if lost else 0), done.stderr
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"out"} and (tmp_path / "out" / "config.json").exists()
+    if lost:
+        assert f"stdout: can't be written: No space left on device; {tmp_path / 'out'} is complete" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", ["--help", "convert --json", "inspect nowhere --json", "targets"])
+def test_full_stdout_is_no_crash(arguments: str) -> None:
+    command = f"{sys.executable} -m nvfp4prep {arguments} >/dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode in (2, 3, 4)
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr and done.stderr
+
+
+@pytest.mark.parametrize("size", ["9" * 400, "9" * 5000 + "GB", str((1 << 63) + 1), "9e9"])
+def test_sizes_that_no_file_has(size: str) -> None:
+    result = run("convert", "a", "b", "--max-shard-size", size)
+    assert result.code == 2 and "Usage:" in result.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("module", ["click", "nvfp4prep.convert", "nvfp4prep.unpack"])
+def test_signal_during_an_import(number: signal.Signals, code: int, module: str, tmp_path: Path) -> None:
+    """The import turns what the signal raises into something else, as C extensions do."""
+    text = f"""
+        import os, runpy, sys
+        class Finder:
+            def find_spec(self, name, *_):
+                if name == {module!r}:
+                    os.kill(os.getpid(), {int(number)})
+        sys.meta_path.insert(0, Finder())
+        runpy.run_module("nvfp4prep", run_name="__main__")
+    """
+    command = "unpack" if "unpack" in module else "convert"
+    arguments = [sys.executable, "-c", textwrap.dedent(text), command, "a", str(tmp_path / "out")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert re.fullmatch(r"error: (interrupted|terminated); nothing was left behind\n", done.stderr)

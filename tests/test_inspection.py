@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from runner import run
 
 from nvfp4prep import convert as conversion
 from nvfp4prep import inspection, inspection_view
+from nvfp4prep.findings import printable
 from nvfp4prep.inspection import Inspection
 
 Checkpoint = Callable[[str], Path]
@@ -261,3 +263,30 @@ def test_torch_is_not_imported(checkpoint: Checkpoint) -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- names from files ---
+
+EVIL = ("[/b]", "[red]", "\x1b[31m", "\\[/x]")
+
+
+@pytest.mark.parametrize("evil", EVIL)
+def test_names_are_shown_as_they_are(evil: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Markup in an architecture, a producer or a module is text; control characters are escaped."""
+
+    def change(ck: damage.Editable) -> None:
+        ck.config["architectures"] = [f"A{evil}Z"]
+        for section in (ck.config["quantization_config"], ck.hf or {}):
+            section["producer"] = {"name": f"P{evil}Z", "version": evil}
+        ck.rename(lambda name: name.replace("model.layers.1.mlp.", f"M{evil}Z."))
+        damage.multiply(rf"M{re.escape(evil)}Z\.experts.*", 1, 2, param="input_scale")(ck)
+
+    source = damage.damaged(checkpoint(MOE), tmp_path / "source", change)
+    shown = printable(evil)
+    text = text_of(inspection.inspect(str(source), None), 300)
+    assert f"A{shown}Z" in text and f"P{shown}Z" in text and f"M{shown}Z" in text and "\x1b" not in text
+    done = run("convert", source, tmp_path / "out", "-v", "--dry-run")
+    assert done.code == 0 and "\x1b[31m" not in done.stdout + done.stderr
+    for layer in (0, None):
+        done = run("inspect", source, *(("--layer", layer) if layer is not None else ()))
+        assert done.code == 0, done

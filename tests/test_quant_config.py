@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
+from nvfp4prep.engine_excludes import ENGINES, SomeShards, engine_modules, matcher
 from nvfp4prep.header import TensorInfo, tensor_bytes
 from nvfp4prep.quant_config import (
     ExcludeReport,
@@ -111,6 +114,71 @@ def test_an_old_entry_s_fate(entry: str, fate: str) -> None:
     hits_q1 = fate == "kept" or (fate == "contradicted" and "11.self" not in entry)
     assert report.added == (() if hits_q1 else (q(1),))
     assert (f"exclude-{fate}" in rules(report)) == (fate != "kept")
+
+
+def test_a_nameless_module_is_not_listed() -> None:
+    """An empty entry is a substring of every module's name: vLLM would exclude them all."""
+    schema = schema_of(plain("lm_head", 8, 8), [info("weight", "BF16", 2, 2)], nvfp4(q(0)))
+    report = excluded(schema, "lm_head")
+    assert report.names == ("lm_head",) and "" not in report.added
+    assert "exclude-nameless" in rules(report) and "exclude-substring" not in rules(report)
+
+
+HOSTILE = [
+    "a{99999999999999999999}",
+    "(" * 3000,
+    r"(\w+\.?)+!",
+    r"(a|a)*b",
+    r"(?x)(\w+) *!",
+    r"(\w+)(?#x)*!",
+    r"((?:\w+))+?!",
+    r"(?:\w*){2,}!",
+    "[" * 50,
+    ".*" * 40 + "!",
+    "[a-z.]?" * 60 + "!",
+    "(?:m|m)" * 60 + "!",
+    r"(\w+)\1\1!",
+    "a" * 100_000,
+    "*" * 10,
+]
+
+
+@pytest.mark.parametrize("entry", HOSTILE, ids=lambda entry: entry[:12])
+@pytest.mark.filterwarnings("error")
+def test_hostile_patterns_match_nothing_and_are_told(entry: str) -> None:
+    schema = schema_of(plain("model." + "m" * 80, 8, 8), nvfp4(q(0)))
+    begun = time.monotonic()
+    report = excluded(schema, f"re:{entry}")
+    assert time.monotonic() - begun < 2
+    assert report.unmatched == (f"re:{entry}",) and "exclude-pattern" in rules(report)
+    assert max(len(finding.message) for finding in report.findings) < 500
+
+
+@pytest.mark.parametrize("entry", HOSTILE, ids=lambda entry: entry[:12])
+@pytest.mark.filterwarnings("error")
+def test_hostile_patterns_in_the_engines_eyes(entry: str) -> None:
+    schema = schema_of(plain("model." + "m" * 80, 8, 8), nvfp4(q(0)))
+    begun = time.monotonic()
+    for engine in ENGINES:
+        matches = matcher(engine, [entry, f"re:{entry}"])
+        for module in engine_modules(schema):
+            with suppress(SomeShards):
+                matches(module)
+    assert time.monotonic() - begun < 2
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        r"re:.*self_attn.*",
+        r"re:model\.layers\.\d+\.self_attn\.o_proj$",
+        r"re:(?:lm_head|model\.layers\.[0-9]+\..*)",
+        r"re:^(?!.*mlp).*o_proj",
+    ],
+)
+def test_ordinary_patterns_match(entry: str) -> None:
+    schema = schema_of(*(nvfp4(q(layer)) for layer in range(60)), plain("lm_head", 8, 8))
+    assert excluded(schema, entry).contradicted == (entry,)
 
 
 def test_over_match_says_how_many_and_which() -> None:

@@ -135,6 +135,66 @@ def test_tensors_that_do_not_fit(damage: Damage, message: str, packed: Path, tmp
     assert rules(done) == {"packed-tensor-bad"} and message in done.stderr
 
 
+# --- files of another rank, or not as written ---
+
+
+def copy_rank(folder: Path) -> None:
+    shutil.rmtree(folder / RANK)
+    shutil.copytree(folder / "rank-00-of-02_00-of-02", folder / RANK)
+
+
+def stray(folder: Path) -> None:
+    save_file({"x": torch.zeros(1)}, folder / RANK / "z.safetensors")
+
+
+def unlisted(folder: Path) -> None:
+    manifest = packs.read_json(folder / packs.MANIFEST)
+    del manifest["outputs"][f"{RANK}/model.safetensors"]
+    (folder / packs.MANIFEST).write_text(json.dumps(manifest))
+
+
+def listed(folder: Path) -> None:
+    manifest = packs.read_json(folder / packs.MANIFEST)
+    manifest["outputs"][f"{RANK}/z.safetensors"] = {"bytes": 1, "digest": ""}
+    manifest["outputs"]["common/model.safetensors"]["bytes"] += 1
+    (folder / packs.MANIFEST).write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (copy_rank, "says it is of flashinfer-trtllm/vllm/1 rank 0 of 2, 0 of 2; flashinfer-trtllm/vllm/1 rank 1"),
+        (stray, "the manifest does not list this file"),
+        (unlisted, "the manifest does not list this file"),
+        (listed, "z.safetensors: the manifest lists it, but it is not there"),
+        (listed, "bytes; the manifest says"),
+    ],
+)
+def test_files_that_are_not_the_manifest_s(damage: Damage, message: str, packed: Path, tmp_path: Path) -> None:
+    done = refused(packed, tmp_path, damage)
+    assert rules(done) == {"packed-file-bad"} and message in done.stderr
+
+
+@pytest.mark.parametrize("outputs", [None, [], {"a": 1}, {"a": {"bytes": "1", "digest": ""}}, {"a": {"bytes": 1}}])
+def test_outputs_that_are_no_table(outputs: Any, packed: Path, tmp_path: Path) -> None:
+    done = refused(packed, tmp_path, put(("outputs",), outputs))
+    assert rules(done) == {"manifest-bad"}
+
+
+@pytest.mark.parametrize("folder", [RANK, "common"])
+@pytest.mark.parametrize("place", [-1, -5000, 0.5])
+def test_changed_bytes_fail_the_digest(folder: str, place: float, packed: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "packed"
+    shutil.copytree(packed, copied)
+    file = copied / folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[int(place) if place < 0 else int(len(data) * place)] ^= 1
+    file.write_bytes(data)
+    done = run("unpack", copied, tmp_path / "out", "--json")
+    assert done.code == 1 and f"{folder}/model.safetensors: not the bytes that were written" in done.stderr
+    assert not list(tmp_path.glob("out*"))
+
+
 # --- the manifest ---
 
 GONE = object()
@@ -223,7 +283,8 @@ def test_a_tampered_manifest(packed: Path, tmp_path: Path) -> None:
         label = (".".join(map(str, path)), "removed" if value is GONE else value)
         assert done.code == 3, (label, done)
         expected = {"manifest-bad", "rank-missing", "packed-tensor-bad"}
-        assert rules(done) <= expected | ({"not-packed"} if path[0] == "packed" else set()), (label, done.stderr)
+        unread = path[0] == "packed" or value == float("inf")  # which is no JSON
+        assert rules(done) <= expected | ({"not-packed"} if unread else set()), (label, done.stderr)
         assert [entry.name for entry in folder.iterdir()] == ["packed"], label
         shutil.rmtree(folder)
 

@@ -103,7 +103,8 @@ def pack(expert: Expert, geometry: Geometry, facts: LayerFacts) -> dict[str, Ten
 
 
 def unpack(packed: Mapping[str, Tensor], geometry: Geometry, facts: LayerFacts) -> Expert:
-    """The inverse of pack; biases come back exactly if they were BF16 or F16, else within one step of F32."""
+    """The inverse of pack; biases come back exactly if they were BF16 or F16 and not `bias_lost`, else within one step
+    of F32 (packing keeps those beside)."""
     w13_order, w2_order = _orders(geometry)
     w13 = Matrix(
         put_rows(packed["w13_weight"], w13_order),
@@ -142,6 +143,22 @@ def _undo_divide(divided: Tensor, alpha: float) -> Tensor:
     product = (divided.to(torch.float64) * alpha).to(torch.float32)
     short = (product.view(torch.int32) + 0x800 & ~0xFFF).view(torch.float32)
     return torch.where(_divide(short, alpha) == divided, short, product)
+
+
+def bias_lost(expert: Expert, facts: LayerFacts, exact: bool) -> bool:
+    """Whether a bias has no finite quotient by its alpha, or (`exact`) one that does not give it back."""
+    lost = False
+
+    def check(bias: Tensor, alpha: float) -> Tensor:
+        nonlocal lost
+        divided = _divide(bias, alpha)
+        lost |= not bool(torch.isfinite(divided).all()) or (
+            exact and not torch.equal(_undo_divide(divided, alpha), bias)
+        )
+        return bias
+
+    _map_biases(expert, check, facts)
+    return lost
 
 
 def tensor_names(engine: Engine) -> dict[str, str]:

@@ -20,7 +20,19 @@ ENGINE_VERSIONS: Mapping[Engine, str] = {"vllm": "0.33.0", "sglang": "0.5.23"}
 
 
 class LayoutError(ValueError):
-    """A layout can't hold this model; the message says why and what would work."""
+    """A layout can't hold this model; the message says why and what would work.
+
+    `positions` are those of the experts concerned, among the rank's; empty for all.
+    """
+
+    def __init__(self, message: str, positions: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.positions = positions
+
+
+def positions_where(wrong: Tensor) -> tuple[int, ...]:
+    """The experts for which a bool [E] is set."""
+    return tuple(wrong.nonzero().flatten().tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +163,10 @@ def one_w13_scale(scales: Scales) -> Tensor:
         LayoutError: they differ.
     """
     if scales.gate is not None and not torch.equal(scales.gate, scales.up):
-        raise LayoutError("the kernel has one scale for gate and up, and their weight_scale_2 differ: unify them first")
+        raise LayoutError(
+            "the kernel has one scale for gate and up, and their weight_scale_2 differ: unify them first",
+            positions_where(scales.gate != scales.up),
+        )
     return scales.up
 
 
@@ -214,9 +229,9 @@ def pad_expert(expert: Expert, geometry: Geometry) -> Expert:
         None if expert.gate is None else pad_matrix(expert.gate, inner, hidden),
         pad_matrix(expert.up, inner, hidden),
         pad_matrix(expert.down, hidden, inner),
-        _pad_bias(expert.gate_bias, inner),
-        _pad_bias(expert.up_bias, inner),
-        _pad_bias(expert.down_bias, hidden),
+        None if expert.gate_bias is None else pad_bias(expert.gate_bias, inner),
+        None if expert.up_bias is None else pad_bias(expert.up_bias, inner),
+        None if expert.down_bias is None else pad_bias(expert.down_bias, hidden),
     )
 
 
@@ -233,8 +248,9 @@ def crop_expert(expert: Expert, geometry: Geometry) -> Expert:
     )
 
 
-def _pad_bias(bias: Tensor | None, size: int) -> Tensor | None:
-    return None if bias is None else pad_zeros(bias, (0, size - bias.shape[0]))
+def pad_bias(bias: Tensor, size: int) -> Tensor:
+    """Zeros up to `size`."""
+    return pad_zeros(bias, (0, size - bias.shape[0]))
 
 
 # --- gate and up joined ---------------------------------------------------------------------------------------------

@@ -45,10 +45,11 @@ from nvfp4prep.layouts.logical import (
     join_bias,
     one_w13_scale,
     pad_expert,
+    positions_where,
     split,
     split_bias,
 )
-from nvfp4prep.scales import E4M3_VALUES
+from nvfp4prep.scales import E4M3_NAN, E4M3_VALUES
 
 NAME = "vllm-marlin"
 VERSION = 1
@@ -126,7 +127,7 @@ def lost_codes(factor: float, flush: bool) -> tuple[int, ...]:
 
 
 def lost_blocks(expert: Expert, facts: LayerFacts) -> int:
-    """How many of an expert's block scales do not come back from `pack`."""
+    """How many of an expert's block scales do not come back from `pack`: flushed, once `unusable_blocks` is empty."""
     flush = facts.engine == "vllm"
     matrices = ((expert.gate, facts.w13_factor), (expert.up, facts.w13_factor), (expert.down, facts.w2_factor))
     count = 0
@@ -136,6 +137,13 @@ def lost_blocks(expert: Expert, facts: LayerFacts) -> int:
             lost[list(lost_codes(factor, flush))] = True
             count += int(lost[matrix.scale.long()].sum())
     return count
+
+
+def unusable_blocks(codes: Tensor) -> dict[str, int]:
+    """How many block scales S0E5M3 has no code for: those with the sign bit set (-0 too), and NaN."""
+    nan = (codes & E4M3_NAN) == E4M3_NAN
+    negative = (codes > E4M3_NAN) & ~nan
+    return {kind: count for kind, count in (("negative", int(negative.sum())), ("NaN", int(nan.sum()))) if count}
 
 
 def kept(expert: Expert, facts: LayerFacts) -> Expert:
@@ -235,8 +243,13 @@ def _global(scale: Tensor, factor: float, facts: LayerFacts) -> Tensor:
     exponent = 119 if facts.activation_dtype == "bf16" else 7
     dtype = _DTYPES[facts.activation_dtype] if facts.engine == "sglang" else torch.float32
     processed = scale.to(dtype) * 2.0**exponent / factor
-    if not bool(torch.isfinite(processed).all()):
-        raise LayoutError(f"a global scale of {float(scale.max()):g} overflows {dtype} in Marlin's form")
+    over = ~torch.isfinite(processed)
+    if bool(over.any()):
+        name = str(dtype).removeprefix("torch.")
+        raise LayoutError(
+            f"a weight_scale_2 of {float(scale[over].max()):g} overflows {name} in Marlin's form; use another target",
+            positions_where(over),
+        )
     return processed.to(torch.float32)
 
 

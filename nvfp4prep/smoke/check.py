@@ -2,23 +2,25 @@
 
 Two comparisons for each layer, rank and token count: the kernel against the exact emulation of the same quantisation
 (layout errors show here) and the whole layer against real weights (quantisation noise). Besides, the packed bytes
-themselves are read by the kernel's index formulas and compared with the logical weights, exactly.
+themselves are read by the kernel's index formulas and compared with the logical weights, exactly; so that no byte of a
+layer is left out, they are also compared with what packing writes, and small tensors with what scales make of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from nvfp4prep import packing
 from nvfp4prep.errors import EnvironmentFault, UsageFault
 from nvfp4prep.experts import slice_expert
 from nvfp4prep.layouts import vllm_marlin
-from nvfp4prep.layouts.logical import Activation, Expert, Scales
-from nvfp4prep.plan import Rank
+from nvfp4prep.layouts.logical import Activation, Expert, LayerFacts, LayoutError, Scales
+from nvfp4prep.plan import Rank, key_of
 from nvfp4prep.schema import MoeLayer
 from nvfp4prep.smoke import emulator, kernels
 from nvfp4prep.smoke.inputs import hidden_states
@@ -58,7 +60,10 @@ class Subject:
     """A checkpoint to check, packed on disk or in memory.
 
     `pack(moe, rank)` gives a rank's packed layer, None when its files are not there; `logical(moe)` what it should
-    mean; `real(moe)` the real weights by expert; `reference` says where those are from; `router(moe)` the stored router.
+    mean; `real(moe)` the real weights by expert; `reference` says where those are from; `router(moe)` the stored
+    router. `parameters(moe, rank)` gives the small tensors as stored and as they should be, by full name; None when
+    nothing is stored. `independent` is False when `logical` is what the packed bytes themselves say; `rescaled(moe)`
+    True when block scales were rounded once more since the reference (unified gate and up scales).
     """
 
     target: Target
@@ -70,6 +75,23 @@ class Subject:
     reference: Reference
     router: Callable[[MoeLayer], Router | None]
     router_config: RouterConfig
+    parameters: Callable[[MoeLayer, Rank], tuple[Mapping[str, Tensor], Mapping[str, Tensor]]] | None = None
+    independent: bool = True
+    rescaled: Callable[[MoeLayer], bool] = lambda moe: False
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What a layer should give for one set of inputs, by rank with the rank's own routing, and by the real weights.
+
+    `real` is None when not all ranks are there.
+    """
+
+    x: Tensor
+    routing: Routing
+    label: str
+    exact: Mapping[Rank, tuple[Tensor, Routing]]
+    real: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -152,10 +174,11 @@ def check(subject: Subject, settings: Settings, progress: Callable[[str], None] 
         progress(moe.path)
         ranks = {rank: packed for rank in subject.target.ranks() if (packed := subject.pack(moe, rank)) is not None}
         logical = subject.logical(moe)
-        problems += [
-            problem for rank, packed in ranks.items() for problem in byte_problems(subject, moe, rank, packed, logical)
-        ]
-        rows += _layer_rows(subject, settings, moe, ranks, logical, run)
+        for rank, packed in ranks.items():
+            problems += layer_problems(subject, moe, rank, packed, logical)
+        for expected in expectations(subject, settings, moe, tuple(ranks), logical):
+            outputs = {rank: run(packed, expected.x, expected.routing).cpu() for rank, packed in ranks.items()}
+            rows += judged(subject, settings, moe, logical, expected, outputs)
     return Report(
         subject.target.layout_id,
         name,
@@ -171,8 +194,22 @@ def check(subject: Subject, settings: Settings, progress: Callable[[str], None] 
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
+def layer_problems(
+    subject: Subject, moe: MoeLayer, rank: Rank, packed: PackedLayer, logical: LogicalLayer
+) -> list[str]:
+    """Everything that a rank's stored bytes of a layer have wrong."""
+    return [
+        *byte_problems(subject, moe, rank, packed, logical),
+        *parameter_problems(subject, moe, rank, packed, logical),
+    ]
+
+
 def byte_problems(subject: Subject, moe: MoeLayer, rank: Rank, packed: PackedLayer, logical: LogicalLayer) -> list[str]:
-    """Experts whose packed bytes, read by the kernel's formulas, are not their logical weights; non-zero padding."""
+    """Experts whose packed bytes, read by the kernel's formulas, are not their logical weights; non-zero padding.
+
+    Where all that is right, bytes that packing would write differently: zeros of another sign, nibbles that a block
+    scale of 0 hides, digits of a bias that a kernel rounds away.
+    """
     found = []
     for position, expert in enumerate(packed.experts):
         part = slice_expert(logical.expert(expert), subject.target.share(moe, rank.tp), rank.tp == 0)
@@ -182,14 +219,103 @@ def byte_problems(subject: Subject, moe: MoeLayer, rank: Rank, packed: PackedLay
             for label in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
             if not _same(getattr(stored, label), getattr(wanted, label), exactly="bias" not in label)
         ]
-        where = f"{moe.path} expert {expert}" + ("" if subject.target.flat else f", {subject.target.folder(rank)}")
+        where = f"{moe.path} expert {expert}{_in_rank(subject.target, rank)}"
         if wrong:
             found.append(f"{where}: packed {', '.join(wrong)} differ from the logical weights")
-        stray = emulator.stray_padding(packed, position)
-        found += [
-            f"{where}: {count} values of padding in {name} are not zero" for name, count in stray.items() if count
-        ]
+        stray = {name: count for name, count in emulator.stray_padding(packed, position).items() if count}
+        found += [f"{where}: {count} values of padding in {name} are not zero" for name, count in stray.items()]
+        if not wrong and not stray:
+            other = _other_bytes(subject, packed, part, position)
+            found += [f"{where}: {name} has other bytes than packing writes, of the same value" for name in other]
     return found
+
+
+def _other_bytes(subject: Subject, packed: PackedLayer, part: Expert, position: int) -> list[str]:
+    """Tensors of an expert that are not, byte for byte, what packing the logical expert gives."""
+    facts = packing.expert_facts(packed.facts, packed.scalars, position)
+    wanted = packed.target.module.pack(part, packed.geometry, facts)
+    return [
+        name
+        for name, value in wanted.items()
+        if not _same_bits(packed.packed[name][position], value)
+        # A bias from its own quotient may be one step of F32 away (flashinfer_trtllm.unpack).
+        and (
+            subject.independent or "bias" not in name or not _same(packed.packed[name][position], value, exactly=False)
+        )
+    ]
+
+
+def parameter_problems(
+    subject: Subject, moe: MoeLayer, rank: Rank, packed: PackedLayer, logical: LogicalLayer
+) -> list[str]:
+    """Small tensors that are not what the logical scales make of them, bit for bit.
+
+    The kernel's scalars, computed again from the logical layer; and where a packed output is stored, every small tensor
+    of it, the engine's parameters and those that no kernel reads too.
+    """
+    target, where = packed.target, moe.path + _in_rank(subject.target, rank)
+    try:
+        facts = _facts(subject, moe, rank, packed, logical)
+        wanted = target.module.scalars(_part_of(logical.scales, packed.experts), packed.activation, facts)
+        wrong = {name for name, value in wanted.items() if not _same_bits(packed.scalars.get(name), value)}
+        found = [f"{where}: {_values(name, packed.scalars.get(name), wanted[name])}" for name in sorted(wrong)]
+        stored, every = ({}, {}) if subject.parameters is None else subject.parameters(moe, rank)
+    except LayoutError as error:
+        return [f"{where}: {error}"]
+    own = key_of(target.folder(rank), target.own_prefix(moe))
+    for name, value in sorted(every.items()):
+        if name.removeprefix(own) not in wrong and not _same_bits(stored.get(name), value):
+            found.append(f"{where}: {_values(name, stored.get(name), value)}")
+    return found
+
+
+def _facts(subject: Subject, moe: MoeLayer, rank: Rank, packed: PackedLayer, logical: LogicalLayer) -> LayerFacts:
+    """The layer's facts again, from the logical experts where they depend on block scales."""
+    target, plain = packed.target, LayerFacts(packed.target.engine, packed.target.activation_dtype)
+    if not target.module.REQUIRES.block_scale_maximum:
+        return plain
+    w13 = w2 = 0
+    for expert in packed.experts:
+        part = slice_expert(logical.expert(expert), target.share(moe, rank.tp), rank.tp == 0)
+        w13 = max(w13, *(packing.largest_code(half.scale) for half in (part.gate, part.up) if half is not None))
+        w2 = max(w2, packing.largest_code(part.down.scale))
+    factors = vllm_marlin.scale_factor(w13, plain), vllm_marlin.scale_factor(w2, plain)
+    return replace(plain, w13_factor=factors[0], w2_factor=factors[1])
+
+
+def _part_of(scales: Scales, experts: range) -> Scales:
+    """The scales of some of a layer's experts."""
+
+    def part(scale: Tensor | None) -> Tensor | None:
+        return None if scale is None else scale[experts.start : experts.stop]
+
+    up, down = scales.up[experts.start : experts.stop], scales.down[experts.start : experts.stop]
+    return Scales(part(scales.gate), up, down, part(scales.w13_input), part(scales.w2_input))
+
+
+def _values(name: str, stored: Tensor | None, wanted: Tensor) -> str:
+    """What is wrong with a small tensor."""
+    if stored is None or stored.shape != wanted.shape or stored.dtype != wanted.dtype:
+        shapes = ["nothing" if v is None else f"{v.dtype} {list(v.shape)}" for v in (stored, wanted)]
+        return f"{name} is {shapes[0]}, not {shapes[1]}"
+    at = int((_bits(stored) != _bits(wanted)).view(-1, stored.dtype.itemsize).any(1).nonzero()[0])
+    index = f"[{at}]" if stored.dim() else ""
+    return f"{name}{index} is {float(stored.reshape(-1)[at]):.9g}, not {float(wanted.reshape(-1)[at]):.9g}"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _same_bits(stored: Tensor | None, wanted: Tensor) -> bool:
+    """The same dtype, shape and bytes: NaN is itself, and zeros have a sign."""
+    if stored is None or stored.dtype != wanted.dtype or stored.shape != wanted.shape:
+        return False
+    return torch.equal(_bits(stored.cpu()), _bits(wanted))
+
+
+def _in_rank(target: Target, rank: Rank) -> str:
+    return "" if target.flat else f", {target.folder(rank)}"
 
 
 def _as_packed(part: Expert, packed: PackedLayer, position: int) -> Weights:
@@ -227,40 +353,54 @@ def _same(stored: Tensor | None, wanted: Tensor | None, *, exactly: bool) -> boo
     return torch.equal(stored, wanted) if exactly else torch.allclose(stored, wanted, rtol=1e-5, atol=1e-30)
 
 
-# --- outputs -----------------------------------------------------------------------------------------------------------
+# --- outputs ----------------------------------------------------------------------------------------------------------
 
 
-def _layer_rows(
+def expectations(
+    subject: Subject, settings: Settings, moe: MoeLayer, ranks: Collection[Rank], logical: LogicalLayer
+) -> Iterator[Expectation]:
+    """What a layer should give for each of the inputs."""
+    target = subject.target
+    weight_only = not target.module.REQUIRES.input_scales
+    whole = replace(logical, scales=engine_scales(logical.scales, target))
+    for x, routing, label in _inputs(subject, settings, moe, logical):
+        by_rank = {}
+        for rank in ranks:
+            part, local = _rank_part(target, moe, rank, whole, routing)
+            by_rank[rank] = exact(part, x, local, weight_only, rounding_of(target)), local
+        complete = len(ranks) == target.tp * target.ep
+        real = plain(subject.real(moe), logical.activation, x, routing) if complete else None
+        yield Expectation(x, routing, label, by_rank, real)
+
+
+def judged(
     subject: Subject,
     settings: Settings,
     moe: MoeLayer,
-    ranks: Mapping[Rank, PackedLayer],
     logical: LogicalLayer,
-    run: Run,
+    expected: Expectation,
+    outputs: Mapping[Rank, Tensor],
 ) -> Iterator[Row]:
-    target = subject.target
+    """The comparisons of the ranks' outputs with what was expected."""
+    target, factor = subject.target, settings.tolerance
     weight_only = not target.module.REQUIRES.input_scales
-    factor = settings.tolerance
+    x, label = expected.x, expected.label
     tight = _scaled(exact_tolerances(not weight_only), factor)
-    kind = logical.activation.kind
-    quantised = subject.reference == "BF16 checkpoint"
-    loose = _scaled(
-        reference_tolerances(kind, quantised_weights=quantised, quantised_activations=not weight_only), factor
+    for rank, out in outputs.items():
+        wanted, local = expected.exact[rank]
+        yield _row(moe, _label(target, rank), x, label, "exact", compare(out, wanted, local), tight, local)
+    if expected.real is None:
+        return
+    loose = reference_tolerances(
+        logical.activation.kind,
+        quantised_weights=subject.reference == "BF16 checkpoint",
+        quantised_activations=not weight_only,
+        rescaled=subject.rescaled(moe),
     )
-    whole = replace(logical, scales=engine_scales(logical.scales, target))
-    for x, routing, label in _inputs(subject, settings, moe, logical):
-        outputs = []
-        for rank, packed in ranks.items():
-            out = run(packed, x, routing).cpu()
-            outputs.append(out)
-            part, local = _rank_part(target, moe, rank, whole, routing)
-            expected = exact(part, x, local, weight_only, rounding_of(target))
-            yield _row(moe, _label(target, rank), x, label, "exact", compare(out, expected, local), tight, local)
-        if len(ranks) == target.tp * target.ep:
-            real = plain(subject.real(moe), logical.activation, x, routing)
-            summed = torch.stack(outputs).sum(0)
-            rank_label = "all ranks" if len(ranks) > 1 else _label(target, next(iter(ranks)))
-            yield _row(moe, rank_label, x, label, "reference", compare(summed, real, routing), loose, routing)
+    summed = torch.stack(list(outputs.values())).sum(0)
+    rank_label = "all ranks" if len(outputs) > 1 else _label(target, next(iter(outputs)))
+    comparison = compare(summed, expected.real, expected.routing)
+    yield _row(moe, rank_label, x, label, "reference", comparison, _scaled(loose, factor), expected.routing)
 
 
 def _row(

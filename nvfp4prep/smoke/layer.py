@@ -23,8 +23,8 @@ class Routing:
 class PackedLayer:
     """A rank's share of a MoE layer as packed.
 
-    `packed` are the layout's tensors stacked over `experts` (E4M3 as U8 codes), `scalars` the kernel's F32 [E], `scales`
-    the logical global scales behind them. `experts` are the global ids held, in order.
+    `packed` are the layout's tensors stacked over `experts` (E4M3 as U8 codes), `scalars` the kernel's F32 [E],
+    `scales` the logical global scales behind them. `experts` are the global ids held, in order.
     """
 
     target: Target

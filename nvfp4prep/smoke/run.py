@@ -26,7 +26,7 @@ class NotChecked(Exception):
     """An output that the check can't run on; the message says why."""
 
 
-# --- checkpoints on disk ------------------------------------------------------------------------------------------------
+# --- checkpoints on disk ---------------------------------------------------------------------------------------------
 
 
 def subject_of(ckpt: str, options: Options | None, reference: str | None, source: str | None) -> Subject:
@@ -92,7 +92,7 @@ def _options_of(packed: Packed) -> Options:
 
 
 def default_target(checkpoint: Checkpoint) -> str:
-    """As `--target auto`, but without a GPU flashinfer-trtllm; vllm-marlin where that does not fit; hf where nothing does."""
+    """As `--target auto`, but flashinfer-trtllm without a GPU; vllm-marlin where that does not fit; else hf."""
     wanted = target_for(present_capability())
     for layout in dict.fromkeys((wanted if wanted != HF else "flashinfer-trtllm", "flashinfer-trtllm", "vllm-marlin")):
         target = Target(layout)
@@ -101,7 +101,7 @@ def default_target(checkpoint: Checkpoint) -> str:
     return HF
 
 
-# --- outputs being written -----------------------------------------------------------------------------------------------
+# --- outputs being written -------------------------------------------------------------------------------------------
 
 
 def subject_of_output(prepared: Prepared, root: Path) -> Subject:

@@ -42,7 +42,7 @@ class Real:
     source: Prepared | None = None
 
 
-# --- reading -----------------------------------------------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 class Mapped:
@@ -72,7 +72,7 @@ def _copied(read: Callable[[str, int | None], Tensor]) -> Read:
     return lambda key, index: read(key, index).clone()
 
 
-# --- a logical checkpoint, packed in memory ------------------------------------------------------------------------------
+# --- a logical checkpoint, packed in memory ---------------------------------------------------------------------------
 
 
 def from_prepared(prepared: Prepared, real: Real) -> Subject:
@@ -102,6 +102,7 @@ def from_prepared(prepared: Prepared, real: Real) -> Subject:
         *_real_of(real if real.reference or real.source else replace(real, source=prepared)),
         router=lambda moe: read_router(checkpoint.source, moe),
         router_config=router_config(checkpoint.config),
+        rescaled=_rescaled_by(real.source or prepared),
     )
 
 
@@ -116,11 +117,12 @@ def pack_in_memory(moe: MoeLayer, rank: Rank, job: PackJob, resolution: Resoluti
     stacked: dict[str, list[Tensor]] = {}
     for position, e in enumerate(experts):
         part = slice_expert(load_expert(moe, e, read, resolution.rescales)[0], share, rank.tp == 0)
-        own = packing.expert_facts(facts, scalars, position) if geometry.biased else facts
-        for name, value in target.module.pack(part, geometry, own).items():
+        mine = packing.expert_facts(facts, scalars, position) if geometry.biased else facts
+        for name, value in target.module.pack(part, geometry, mine).items():
             stacked.setdefault(name, []).append(value)
     packed = {name: torch.stack(values) for name, values in stacked.items()}
-    return PackedLayer(target, geometry, job.activation(moe), facts, experts, packed, scalars, scales)
+    own = packing.own_scalars(moe, experts, job, resolution, scalars)  # as a packed output stores them
+    return PackedLayer(target, geometry, job.activation(moe), facts, experts, packed, own, scales)
 
 
 def _source_layer(moe: MoeLayer, prepared: Prepared, read: Mapped) -> LogicalLayer:
@@ -154,7 +156,20 @@ def _real_of(real: Real) -> tuple[Callable[[MoeLayer], Callable[[int], Weights]]
     return of_layer, SOURCE
 
 
-# --- a packed output on disk -------------------------------------------------------------------------------------------
+def _rescaled_by(prepared: Prepared | None) -> Callable[[MoeLayer], bool]:
+    """Whether a conversion rounds a layer's block scales, by the layer's path."""
+    if prepared is None:
+        return lambda moe: False
+    rescales = prepared.resolution.rescales
+    paths = {
+        moe.path
+        for moe in packed_layers(prepared.checkpoint.schema)
+        if any(linear.params["weight_scale"].name in rescales for linear in (*moe.w13, *moe.w2))
+    }
+    return lambda moe: moe.path in paths
+
+
+# --- a packed output on disk ------------------------------------------------------------------------------------------
 
 
 def from_packed(packed: Packed, real: Real) -> Subject:
@@ -195,7 +210,37 @@ def from_packed(packed: Packed, real: Real) -> Subject:
         label,
         router=lambda moe: read_router(source, moe),
         router_config=router_config(packed.config),
+        parameters=_parameters_of(packed, real.source, read),
+        independent=real.source is not None,
+        rescaled=_rescaled_by(real.source),
     )
+
+
+def _parameters_of(
+    packed: Packed, prepared: Prepared | None, read: Mapped
+) -> Callable[[MoeLayer, Rank], tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]:
+    """A layer's small tensors as stored, and as the source (else the stored logical scales) makes them."""
+    target, tensors = packed.target, packed.source.tensors
+    job = None if prepared is None else prepared.job.pack
+    layers = {} if prepared is None else {moe.path: moe for moe in packed_layers(prepared.checkpoint.schema)}
+
+    def parameters(moe: MoeLayer, rank: Rank) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        folder = target.folder(rank)
+        if job is not None and prepared is not None:
+            made = packing.rank_parameters(layers[moe.path], rank, job, prepared.resolution)
+        else:
+            own = key_of(folder, target.own_prefix(moe))
+            scalars = {key[len(own) :]: read(key) for key in tensors if key.startswith(own)}
+            facts, scales = packing.stored_facts(moe, rank, 0, target, read), _stored_scales(moe, scalars)
+            kernel = target.module.scalars(scales, activation_of(packed.config, moe.gated), facts)
+            made = {
+                target.prefix(moe) + name: value
+                for name, value in target.module.parameters(scales, kernel, facts).items()
+            }
+        wanted = {key_of(folder, name): value for name, value in made.items()}
+        return {key: read(key) for key in wanted if key in tensors}, wanted
+
+    return parameters
 
 
 def _dequantised(own: Callable[[MoeLayer], LogicalLayer]) -> Callable[[MoeLayer], Callable[[int], Weights]]:

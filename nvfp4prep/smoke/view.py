@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +11,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from nvfp4prep.findings import printable
+from nvfp4prep.render import plain
 from nvfp4prep.smoke.check import EMULATOR, Report, Row
+from nvfp4prep.smoke.selftest import Result
 
 _SHOWN_PROBLEMS = 12
 
@@ -23,9 +26,9 @@ def report(found: Report) -> RenderableType:
 
 def _lines(found: Report) -> Iterator[RenderableType]:
     ran = f"{found.backend} ({', '.join(f'{name} {version}' for name, version in found.versions.items())})"
-    yield Text(f"smoke check of {found.target} on {ran}; reference: {found.reference}", style="bold")
+    yield plain(f"smoke check of {found.target} on {ran}; reference: {found.reference}", style="bold")
     if not found.kernel_ran:
-        yield Text(f"kernel not run: {found.why_not}", style="yellow")
+        yield plain(f"kernel not run: {found.why_not}", style="yellow")
     table = Table(box=None, header_style="bold", padding=(0, 1))
     for column in (
         "layer",
@@ -45,19 +48,19 @@ def _lines(found: Report) -> Iterator[RenderableType]:
         table.add_row(*_cells(row))
     yield table
     for problem in found.byte_problems[:_SHOWN_PROBLEMS]:
-        yield Text(f"  {problem}", style="red")
+        yield plain(f"  {problem}", style="red")
     if len(found.byte_problems) > _SHOWN_PROBLEMS:
-        yield Text(f"  ... and {len(found.byte_problems) - _SHOWN_PROBLEMS} more", style="red")
+        yield plain(f"  ... and {len(found.byte_problems) - _SHOWN_PROBLEMS} more", style="red")
     for row in found.rows:
         for problem in row.problems:
             place = row.path if row.rank == "one rank" else f"{row.path}, {row.rank}"
-            yield Text(f"  {place}, {row.tokens} tokens, {row.routing}, {row.against}: {problem}", style="red")
+            yield plain(f"  {place}, {row.tokens} tokens, {row.routing}, {row.against}: {problem}", style="red")
     for note in found.notes:
-        yield Text(note, style="dim")
+        yield plain(note, style="dim")
     what = "the packed bytes compute what the checkpoint means"
     if found.backend == EMULATOR:
         what += ", by the emulator; no GPU kernel was run"
-    yield Text(f"passed: {what}" if found.passed else "FAILED", style="green" if found.passed else "bold red")
+    yield plain(f"passed: {what}" if found.passed else "FAILED", style="green" if found.passed else "bold red")
     yield Text("A smoke check is no substitute for an evaluation.", style="dim")
 
 
@@ -79,7 +82,7 @@ def _cells(row: Row) -> list[Text]:
         "" if expert is None else f"{expert.index}: {expert.rel:.1e}",
         "ok" if not row.problems else ", ".join(["FAILED", *bad]),
     ]
-    return [Text(cell, style="red" if row.problems else "") for cell in cells]
+    return [plain(cell, style="red" if row.problems else "") for cell in cells]
 
 
 def to_json(found: Report) -> dict[str, Any]:
@@ -111,3 +114,31 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def self_test(results: Sequence[Result]) -> RenderableType:
+    """The table of mutations: what each imitates, and whether the check noticed it."""
+    table = Table(
+        title="self-test: broken on purpose", title_justify="left", box=None, header_style="bold", padding=(0, 1)
+    )
+    for column in ("mutation", "status", "rel. L2", "at most", "noticed by"):
+        table.add_column(column, no_wrap=column != "noticed by")
+    style = {"noticed": "green", "missed": "bold red"}
+    for result in results:
+        shown = "" if result.rel_l2 is None else f"{result.rel_l2:.2g}"
+        limit = "" if result.tolerance is None else f"{result.tolerance:.2g}"
+        cells = (result.name, result.status, shown, limit, result.how or result.why)
+        table.add_row(*(Text(printable(cell or ""), style=style.get(result.status, "dim")) for cell in cells))
+    missed = sum(result.status == "missed" for result in results)
+    verdict = (
+        f"self-test FAILED: {missed} not noticed"
+        if missed
+        else "self-test passed: whatever this layer can show is noticed"
+    )
+    return Group(table, Text(verdict, style="bold red" if missed else "green"))
+
+
+def self_test_json(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """The table for machines."""
+    cleaned: list[dict[str, Any]] = _finite([asdict(result) for result in results])
+    return cleaned
