@@ -29,7 +29,7 @@ from nvfp4prep.scales import (
     resolve,
 )
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Schema
-from nvfp4prep.source import INDEX
+from nvfp4prep.source import INDEX, verify_unchanged
 from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space, file_sizes
 
 if TYPE_CHECKING:
@@ -285,6 +285,7 @@ def write_all(
                     output.copy_side_file(source.root / name, key_of(prepared.folder, name))
         outcome = execute(source, plan, [prepared.job for prepared in targets], output, workers, progress)
         output.seal()
+        verify_unchanged(source)
         for prepared in targets:
             check(prepared, output.partial)
         digests = shard_digests(plan, outcome)

@@ -22,7 +22,7 @@ MAX_LARGE_JSON_BYTES = 256_000_000
 """Of files that grow with the number of tensors."""
 _LARGE_JSON = frozenset({INDEX, "nvfp4prep.json"})
 PARTIAL_MARKER = ".nvfp4prep-partial"
-"""`writer` puts this file into an output that is not finished."""
+"""In outputs that the first version of `writer` did not finish."""
 _NEVER_FOLDERS = frozenset({INDEX, "config.json", "hf_quant_config.json", "nvfp4prep.json"})
 _HUB_SPEC = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 # Bookkeeping of git and of huggingface_hub's local folders: not part of the model.

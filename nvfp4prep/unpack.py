@@ -40,7 +40,7 @@ from nvfp4prep.scales import Resolution
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, build_schema
 from nvfp4prep.source import INDEX, Source, read_json, read_packed, read_range, refuse
 from nvfp4prep.targets import IDENTITY, Target, activation_of, expert_problem
-from nvfp4prep.writer import PartialOutput, check_destination, check_space, file_sizes
+from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space, file_sizes
 
 _READ_BYTES = 1 << 23
 _MAX_RANKS = 1024
@@ -400,10 +400,12 @@ def write(
     source = packed.source
     values = {name: value for moe in packed.layers for name, value in _scale_values(packed, moe).items()}
     job = Job(Resolution(values, {}, (), (), ()), PackJob(packed.target, "", packed.config, {}, {}))
+    side_files = [name for name in source.side_files if name not in (qc.CONFIG, manifests.MANIFEST)]
+    planned = [*(shard.file for shard in plan.shards), INDEX, qc.HF_QUANT_CONFIG, qc.CONFIG, manifests.MANIFEST]
+    check_names({name: name for name in side_files}, planned)
     with PartialOutput(out) as output:
-        for name in source.side_files:
-            if name not in (qc.CONFIG, manifests.MANIFEST):
-                output.copy_side_file(source.root / name, name)
+        for name in side_files:
+            output.copy_side_file(source.root / name, name)
         outcome = execute(source, plan, [job], output, workers, progress)
         output.seal()
         digests = shard_digests(plan, outcome)

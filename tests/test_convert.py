@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import re
 import shutil
 import struct
@@ -20,9 +21,15 @@ import pytest
 import torch
 import xxhash
 from damage import Damage, Editable
+from runner import run
 
 from nvfp4prep.convert import Options, Prepared, Result, prepare, write
-from nvfp4prep.errors import EnvironmentFault
+from nvfp4prep.errors import EnvironmentFault, InputRefused
+from nvfp4prep.experts import load_expert
+from nvfp4prep.header import TensorInfo
+from nvfp4prep.manifest import to_bytes
+from nvfp4prep.packing import reader
+from nvfp4prep.schema import Format, Linear, MoeLayer
 
 QWEN, DENSE, TINY = "qwen3moe-nvfp4-perexpert", "qwen3-dense-nvfp4", "tinymoe-nvfp4-perexpert"
 LLAMA4, GPTOSS, DSV3, MIXTRAL = "llama4-nvfp4", "gptoss-nvfp4", "dsv3-nvfp4", "mixtral-nvfp4"
@@ -130,7 +137,7 @@ def damaged_cases() -> Iterator[tuple[str, Case]]:
             yield f"uneven-{projection}-{name}-{base}", Case(base, (uneven, codes), options)
     exact = damage.multiply(r".*experts\.\d+\.up_proj", 0.5)
     yield "uneven-power-of-two", Case(QWEN, (exact,))
-    lost = damage.multiply(r".*experts\.\d+\.gate_proj", 2.0**-20)
+    lost = damage.multiply(r".*experts\.\d+\.gate_proj", 2.0**-17)
     yield "uneven-lost", Case(QWEN, (lost,))
     for name, value in BAD.items():
         yield f"{name}-imputed", Case(QWEN, (damage.put(value, BAD_GATE, BAD_DOWN, BAD_Q),), IMPUTE)
@@ -459,6 +466,110 @@ def test_nan_block_scales_stay_nan(checkpoint: Fetch, tmp_path: Path) -> None:
     assert entry["block_scales"]["nan"] == 2 * 8
 
 
+@pytest.mark.parametrize(
+    ("base", "where"), [(QWEN, r".*experts\.\d+\.up_proj"), (GPTOSS, GATE_UP), (DENSE, r".*k_proj")]
+)
+@pytest.mark.parametrize(
+    ("factor", "severity"), [(2.0**-9, None), (2.0**-10, "warning"), (2.0**-18, "warning"), (2.0**-19, "error")]
+)
+def test_global_scales_too_far_apart(
+    base: str, where: str, factor: float, severity: str | None, checkpoint: Fetch, tmp_path: Path
+) -> None:
+    """Unifying them takes the block scales of the smaller out of E4M3's range."""
+    equal = damage.put(1.0, r".*(?:gate_proj|up_proj|gate_up_proj|[qkv]_proj)[._]weight_scale_2")
+    halves = [damage.reshape(EXPERTS, 2, within=GATE_UP)] if base == GPTOSS else []
+    factors = (1.0, factor) if base == GPTOSS else (factor,)
+    damages = [equal, *halves, damage.multiply(where, *factors)]
+    source = damage.damaged(checkpoint(base), tmp_path / "source", *damages)
+    try:
+        findings = plan_of(source).findings
+    except InputRefused as refused:
+        findings = refused.findings
+    found = [finding for finding in findings if finding.rule == "global-scale-ratio"]
+    assert {finding.severity for finding in found} == ({severity} if severity else set())
+    for finding in found:
+        assert finding.layer is not None and finding.tensor and f"{1 / factor:.3g}x" in finding.message
+        assert finding.experts == (() if base == DENSE else tuple(range(EXPERTS)))
+
+
+def test_far_global_scales_may_stay_apart(checkpoint: Fetch, tmp_path: Path) -> None:
+    uneven = damage.multiply(r".*experts\.\d+\.up_proj", 2.0**-20)
+    assert "global-scale-ratio" not in rules(damage.damaged(checkpoint(QWEN), tmp_path / "source", uneven), **SPLIT)
+
+
+@pytest.mark.parametrize("target", ["hf", "flashinfer-trtllm"])
+@pytest.mark.parametrize("form", ["i8", "i64"])
+def test_one_odd_expert_does_not_pass_for_none(form: str, target: str, checkpoint: Fetch, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.0.down_proj.weight"
+
+    def change(ck: Editable) -> None:
+        if form == "i8":
+            ck.tensors[name] = ck.tensors[name].view(torch.int8)
+            return
+        ck.remove(ck.names(r"model\.layers\.0\.mlp\.experts\.0\.down_proj\..*"))
+        ck.tensors[name] = torch.zeros(4, dtype=torch.int64)
+
+    source = damage.damaged(checkpoint(QWEN), tmp_path / "source", change)
+    result = run("convert", source, tmp_path / "out", "--target", target, "--json")
+    assert result.code == 3
+    finding = next(finding for finding in result.findings if finding["rule"] == "unclassified")
+    assert (finding["tensor"], finding["layer"], finding["experts"]) == (name, 0, [0])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("target", ["hf", "flashinfer-trtllm"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda bias: bias[:-1], lambda bias: bias[:, :-1], lambda bias: bias.double(), lambda bias: bias[0]],
+    ids=["experts", "rows", "dtype", "flat"],
+)
+def test_biases_that_do_not_fit(
+    change: Callable[[torch.Tensor], torch.Tensor], target: str, checkpoint: Fetch, tmp_path: Path
+) -> None:
+    name = "model.layers.1.mlp.experts.down_proj_bias"
+    edit: Damage = lambda ck: ck.tensors.update({name: change(ck.tensors[name])})  # noqa: E731
+    source = damage.damaged(checkpoint(GPTOSS), tmp_path / "source", edit)
+    result = run("convert", source, tmp_path / "out", "--target", target, "--json")
+    assert result.code == 3
+    (finding,) = result.findings
+    assert (finding["rule"], finding["tensor"], finding["layer"]) == ("expert-bias", name, 1)
+
+
+def test_an_expert_is_read_from_its_own_bytes() -> None:
+    """Should a check of the schema be missing, the next tensor's bytes are not taken for a bias."""
+    weight = TensorInfo("w", "U8", (2, 8, 16), "f", 0, 256)
+    short = TensorInfo("b", "F32", (1, 16), "f", 256, 320)
+    linear = Linear("l", Format.NVFP4, {"weight": weight, "weight_scale": weight, "bias": short}, 16, 16, 2)
+    moe = MoeLayer("m", Format.NVFP4, 2, 16, 8, True, (), linear, linear, "halves")
+    read = reader(lambda tensor, start, length: bytes(length), {"w": weight, "b": short})
+    load_expert(moe, 0, read, {})
+    with pytest.raises(ValueError, match=r"b: \[1, 16\] has no expert 1"):
+        load_expert(moe, 1, read, {})
+
+
+def test_infinities_that_transformers_writes(checkpoint: Fetch, tmp_path: Path) -> None:
+    """nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B's config.json has "time_step_limit": [0.0, Infinity]."""
+    source = shutil.copytree(checkpoint(NEMOTRON), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    damage.write_json(source / "config.json", config | {"time_step_limit": [0.0, float("inf")]})
+    assert "Infinity\n" in (source / "config.json").read_text()
+    convert(source, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["time_step_limit"] == [0.0, float("inf")]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), [float("nan")]])
+def test_what_json_does_not_have_is_not_written(value: Any) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        to_bytes({"runs": [{"a": value}]})
+
+
+def test_a_source_whose_name_is_no_utf_8(checkpoint: Fetch, tmp_path: Path) -> None:
+    source = shutil.copytree(checkpoint(DENSE), tmp_path / os.fsdecode(b"src\xff"))
+    convert(source, tmp_path / "out")
+    assert manifest_of(tmp_path / "out")["source"]["name"] == "src\\xff"
+
+
 # --- manifest --------------------------------------------------------------------------------------------------------
 
 
@@ -550,7 +661,22 @@ def test_fingerprint_depends_on_contents_not_on_the_place(checkpoint: Fetch, tmp
     assert len(same) == 1 and len(same | others) == 5
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"format": 99, "source": {}, "runs": []}', '{"format": 1}'])
+MANIFEST_OF_HALF_A_PAIR = '{"format": 1, "source": {"a": "\\ud800"}, "runs": []}'
+MANIFEST_WITH_NAN = '{"format": 1, "source": {"a": NaN}, "runs": [1e999]}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        "{}",
+        MANIFEST_OF_HALF_A_PAIR,
+        MANIFEST_WITH_NAN,
+        '{"format": 99, "source": {}, "runs": []}',
+        '{"format": 1}',
+    ],
+)
 def test_a_manifest_that_is_none_is_ignored(content: str, checkpoint: Fetch, tmp_path: Path) -> None:
     source = shutil.copytree(checkpoint(DENSE), tmp_path / "source")
     (source / "nvfp4prep.json").write_text(content)
@@ -562,14 +688,59 @@ def test_a_manifest_that_is_none_is_ignored(content: str, checkpoint: Fetch, tmp
 # --- while it runs ---------------------------------------------------------------------------------------------------
 
 
-def test_source_that_shrinks_during_the_run(checkpoint: Fetch, tmp_path: Path) -> None:
+def cut(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(5_000)
+
+
+def write_into(path: Path) -> None:
+    """The last bytes, so that what is written first is as it was."""
+    with path.open("r+b") as file:
+        file.seek(-1000, 2)
+        file.write(bytes(1000))
+
+
+def replace_by_a_copy(path: Path) -> None:
+    """With the times of the original: another inode only."""
+    shutil.copy2(path, path.with_name("copy"))
+    path.with_name("copy").rename(path)
+
+
+def fails_and_leaves_nothing(prepared: Prepared, folder: Path, says: str, progress: Callable[[int], None]) -> None:
+    with pytest.raises(EnvironmentFault, match=says):
+        write(prepared, folder / "out", overwrite=False, workers=1, progress=progress)
+    assert {path.name for path in folder.iterdir()} == {"source"}
+
+
+@pytest.mark.parametrize("change", [cut, write_into, replace_by_a_copy])
+def test_source_that_changes_after_planning(change: Callable[[Path], None], checkpoint: Fetch, tmp_path: Path) -> None:
     source = shutil.copytree(checkpoint(DENSE), tmp_path / "source")
     prepared = plan_of(source)
-    with (source / "model.safetensors").open("r+b") as file:
-        file.truncate(500_000)
-    with pytest.raises(EnvironmentFault, match=r"model\.safetensors: nothing at byte \d+, \d+ bytes missing"):
-        write(prepared, tmp_path / "out", overwrite=False, workers=3, progress=lambda _: None)
-    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+    change(source / "model.safetensors")
+    says = r"model\.safetensors: changed since its header was read"
+    fails_and_leaves_nothing(prepared, tmp_path, says, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (cut, r"model\.safetensors: nothing at byte \d+, \d+ bytes missing"),
+        (write_into, r"model\.safetensors: changed since its header was read: it was written to or replaced"),
+        (replace_by_a_copy, r"model\.safetensors: changed since its header was read: it was written to or replaced"),
+        (Path.unlink, r"model\.safetensors: gone since its header was read"),
+    ],
+)
+def test_source_that_changes_during_the_run(
+    change: Callable[[Path], None], says: str, checkpoint: Fetch, tmp_path: Path
+) -> None:
+    source = shutil.copytree(checkpoint(DENSE), tmp_path / "source")
+    changes = [change]
+
+    def progress(_: int) -> None:
+        if changes:
+            changes.pop()(source / "model.safetensors")
+
+    fails_and_leaves_nothing(plan_of(source), tmp_path, says, progress)
 
 
 def test_nothing_loadable_before_the_end(checkpoint: Fetch, tmp_path: Path) -> None:

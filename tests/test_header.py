@@ -208,6 +208,14 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "shape null": (one(shape=None), "'a'"),
     "shape huge": (one(shape=[1 << 62, 1 << 62]), "'a'"),
     "shape overflowing": (one(shape=[1 << 63, 2]), "'a'"),
+    "shape without end": (one(shape=[1 << 62] * 300), "'a': 300 dimensions"),
+    "shape of 400,000 dimensions": (one(shape=[1 << 62] * 400_000), "'a': 400000 dimensions"),
+    "shape of 17 dimensions": (one(shape=[4] + [1] * 16), "'a': 17 dimensions; nvfp4prep reads up to 16"),
+    "shape larger than any file": (one(shape=[1 << 40, 1 << 40]), "'a': U8 .* is larger than any file"),
+    "metadata over the limit": (
+        file_of({"__metadata__": {"a": "ü" * 500_000}}),
+        "__metadata__ has 1000001 bytes, over the limit of 1000000",
+    ),
     "offsets of three": (one(offsets=[0, 4, 8]), "'a'"),
     "offsets of one": (one(offsets=[4]), "'a'"),
     "offsets floats": (one(offsets=[0.0, 4.0]), "'a'"),
@@ -229,7 +237,8 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "byte order mark": (file_of(b"\xef\xbb\xbf{}"), "not JSON"),
 }
 # Stricter than the library: two values for one key are ambiguous.
-STRICTER = {"key twice"}
+# A tensor has no 17 dimensions, and metadata are repeated in every file written.
+STRICTER = {"key twice", "shape of 17 dimensions", "metadata over the limit"}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -237,6 +246,20 @@ def test_broken_rule(name: str) -> None:
     raw, says = BROKEN[name]
     with pytest.raises(HeaderError, match=says):
         parse(raw)
+
+
+@pytest.mark.parametrize("shape", [[1 << 62] * 300, [10**4000], ["x" * 10**6], [[[1]] * 10**5]])
+def test_messages_are_short(shape: list[Any]) -> None:
+    """Whatever numbers a header holds; Python refuses to print integers of more than 4300 digits."""
+    with pytest.raises(HeaderError, match="'a'") as caught:
+        parse(one(shape=shape))
+    assert len(str(caught.value)) < 600
+
+
+def test_sixteen_dimensions_and_a_megabyte_of_metadata() -> None:
+    table = {"__metadata__": {"a": "x" * 999_999}, "t": entry(shape=[4] + [1] * 15)}
+    (tensor,), metadata = parse(file_of(table, 4))
+    assert len(tensor.shape) == 16 and len(metadata["a"]) == 999_999
 
 
 @pytest.mark.parametrize("name", sorted(BROKEN.keys() - STRICTER))

@@ -199,7 +199,7 @@ def test_a_clamp_on_sglang_cutedsl(checkpoint: Callable[[str], Path], tmp_path: 
 
 
 def test_what_layouts_have_no_place_for(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """A parameter that packing would lose is refused, and kept by hf; biases of some linears only are refused by all."""
+    """A parameter that packing would lose is refused, and hf keeps it; biases that only some linears have, by all."""
     source = checkpoint("qwen3moe-nvfp4-perexpert")
     module = "model.layers.1.mlp.experts.3.up_proj"
     cases = {

@@ -22,7 +22,7 @@ from nvfp4prep.packing import expert_value, reader
 from nvfp4prep.schema import Format, MoeLayer, build_schema
 from nvfp4prep.smoke import reference
 from nvfp4prep.smoke.layer import LogicalLayer, Routing, Weights
-from nvfp4prep.smoke.reference import engine_scales, exact, plain, reference_weights, weights_of
+from nvfp4prep.smoke.reference import engine_scales, exact, plain, reference_weights, scale_change, weights_of
 from nvfp4prep.source import Source, open_source, read_json
 from nvfp4prep.targets import Target
 
@@ -49,6 +49,15 @@ def test_weights_of() -> None:
             assert (raw.double().numpy() == expected).all()
             np.testing.assert_allclose(ours.double().numpy(), expected * float(scale), rtol=2.0**-23, atol=0)
         assert scaled.down_bias is expert.down_bias and scaled.gate_bias is expert.gate_bias
+
+
+def test_scale_change_is_the_worst_experts_sum() -> None:
+    one = torch.ones(2)
+    given = Scales(one, one, one, None, None)
+    engine = Scales(torch.tensor([1.25, 1.0]), torch.tensor([0.5, 1.0]), torch.tensor([1.0, 1.5]), None, None)
+    assert scale_change(given, given) == 0
+    assert scale_change(given, engine) == 0.75
+    assert scale_change(replace(given, gate=None), replace(engine, gate=None)) == 0.5
 
 
 def test_engine_scales() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from safetensors.torch import save_file
 
 from nvfp4prep.errors import EnvironmentFault, InputRefused
 from nvfp4prep.header import TensorInfo
-from nvfp4prep.source import is_safe_name, open_source, read_json, read_range
+from nvfp4prep.source import is_safe_name, open_source, read_json, read_part, read_range, verify_unchanged
 from nvfp4prep.survey import read_values
 
 
@@ -161,9 +163,131 @@ def test_read_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(InputRefused, match=r"a\.json"):
             read_json(tmp_path, "a.json")
     monkeypatch.setattr("nvfp4prep.source.MAX_JSON_BYTES", 3)
-    (tmp_path / "a.json").write_text("{   }")
-    with pytest.raises(InputRefused, match="over the limit of 3"):
-        read_json(tmp_path, "a.json")
+    for name in ("a.json", "config.json", "hf_quant_config.json"):
+        (tmp_path / name).write_text("{   }")
+        with pytest.raises(InputRefused, match=rf"{name}: 5 bytes, over the limit of 3"):
+            read_json(tmp_path, name)
+    for name in (damage.INDEX, "nvfp4prep.json"):
+        (tmp_path / name).write_text("{   }")
+        assert read_json(tmp_path, name) == {}
+
+
+def test_json_limits(tmp_path: Path) -> None:
+    """A config of 90 MB takes gigabytes once it is parsed; those of large mixed models have 5 MB."""
+    (tmp_path / "config.json").write_text('{"a": [' + "[]," * 30_000_000 + "0]}")
+    with pytest.raises(InputRefused, match="over the limit of 32000000"):
+        read_json(tmp_path, "config.json")
+    (tmp_path / damage.INDEX).write_text('{"a": "' + "x" * 40_000_000 + '"}')
+    assert read_json(tmp_path, damage.INDEX)
+
+
+FILES = ("config.json", "hf_quant_config.json", "nvfp4prep.json", damage.INDEX)
+NOT_WRITABLE = {
+    "lone surrogate": r'{"a": "\ud800"}',
+    "key": r'{"\uDFFF": 1}',
+    "deep in it": r'{"a": [{"b": ["\udc00x"]}]}',
+    "raw surrogate": '{"a": "\ud800"}',
+    "NaN": '{"a": NaN}',
+    "Infinity": '{"a": Infinity}',
+    "-Infinity": '{"a": {"b": -Infinity}}',
+    "too large": '{"a": 1e999}',
+    "NaN in a list": '{"a": [NaN]}',
+    "quantisation": '{"quantization_config": {"a": [Infinity]}}',
+    "architectures": '{"architectures": [Infinity]}',
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("name", NOT_WRITABLE)
+def test_json_that_could_not_be_written_again(name: str, file: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_bytes(NOT_WRITABLE[name].encode("utf-8", "surrogatepass"))
+    with pytest.raises(InputRefused) as caught:
+        read_json(tmp_path, file)
+    assert caught.value.findings[0].rule == "bad-json" and caught.value.findings[0].file == file
+
+
+def test_json_that_can_be_written_again(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(r'{"a": "\ud83d\ude00 \\ud800", "time_step_limit": [0.0, Infinity]}')
+    config = read_json(tmp_path, "config.json")
+    assert config == {"a": "\U0001f600 \\ud800", "time_step_limit": [0.0, float("inf")]}
+    (tmp_path / "nvfp4prep.json").write_text('{"time_step_limit": [0.0, Infinity]}')
+    with pytest.raises(InputRefused, match=r"time_step_limit\.1 is inf"):
+        read_json(tmp_path, "nvfp4prep.json")
+
+
+@pytest.mark.parametrize("name", [*FILES, "x.safetensors", "model-00001-of-00002.safetensors"])
+def test_a_folder_in_place_of_a_file(name: str, folder: Path) -> None:
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).mkdir()
+    (folder / name / "x").write_text("x")
+    with pytest.raises(InputRefused, match=re.escape(name)) as caught:
+        open_source(str(folder))
+    assert caught.value.findings[0].rule == "not-a-file"
+
+
+def test_an_unfinished_output(folder: Path) -> None:
+    (folder / ".nvfp4prep-partial").touch()
+    with pytest.raises(InputRefused, match=r"unfinished-output.*\.nvfp4prep-partial"):
+        open_source(str(folder))
+
+
+@pytest.mark.parametrize("target", ["elsewhere", ".", "..", "model/real"])
+def test_links_to_folders_are_refused(target: str, folder: Path, tmp_path: Path) -> None:
+    """They would be left out silently, or followed in a circle."""
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "real").mkdir()
+    (folder / "sub").mkdir()
+    (folder / "sub" / "tokenizer").symlink_to(tmp_path / target)
+    with pytest.raises(InputRefused, match=r"linked-folder.*sub/tokenizer"):
+        open_source(str(folder))
+    (folder / "sub" / "tokenizer").unlink()
+    (folder / ".git").symlink_to(tmp_path / "elsewhere")
+    open_source(str(folder))
+
+
+@pytest.mark.parametrize("name", [b"a\xff.safetensors", b"tok\xfe.json", b"sub\xff/x.json"])
+def test_names_that_are_no_text(name: bytes, folder: Path) -> None:
+    path = folder / os.fsdecode(name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"{}")
+    with pytest.raises(InputRefused, match=r"undecodable-name.*is not UTF-8") as caught:
+        open_source(str(folder))
+    str(caught.value).encode()
+    json.dumps(caught.value.findings[0].to_json(), ensure_ascii=False).encode()
+
+
+def test_metadata_of_all_shards_together(folder: Path) -> None:
+    """Each file written gets all of it."""
+    for number in range(2):
+        metadata = {f"note {number}": "x" * 600_000}
+        save_file({f"t{number}": torch.ones(1)}, folder / f"x{number}.safetensors", metadata)
+    with pytest.raises(InputRefused, match=r"x1\.safetensors: with the shards before it, __metadata__ has"):
+        open_source(str(folder))
+
+
+def test_reading_past_a_tensor(folder: Path) -> None:
+    source = open_source(str(folder))
+    tensor = source.tensors["a"]
+    descriptor = source.open_shard(tensor.file)
+    assert len(read_part(descriptor, tensor, 4, 4)) == 4
+    for start, length in ((4, 5), (-1, 2), (0, 9), (8, 1), (0, -1)):
+        with pytest.raises(ValueError, match="a: bytes"):
+            read_part(descriptor, tensor, start, length)
+    os.close(descriptor)
+
+
+def test_shards_that_change_are_noticed(folder: Path) -> None:
+    source = open_source(str(folder))
+    verify_unchanged(source)
+    first, second = sorted(source.shards)
+    os.utime(folder / second, ns=(0, 0))
+    os.close(source.open_shard(first))
+    for check in (lambda: source.open_shard(second), lambda: verify_unchanged(source)):
+        with pytest.raises(EnvironmentFault, match=f"{second}: changed since its header was read"):
+            check()
+    (folder / second).unlink()
+    with pytest.raises(EnvironmentFault, match=f"{second}: gone since its header was read"):
+        verify_unchanged(source)
 
 
 # --- scale values in few reads ------------------------------------------------------------------------------------

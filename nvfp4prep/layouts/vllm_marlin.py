@@ -146,9 +146,10 @@ def unusable_blocks(codes: Tensor) -> dict[str, int]:
     return {kind: count for kind, count in (("negative", int(negative.sum())), ("NaN", int(nan.sum()))) if count}
 
 
-def kept(expert: Expert, facts: LayerFacts) -> Expert:
-    """The expert as it comes back: block scales that `pack` loses are 0."""
-    flush = facts.engine == "vllm"
+def acting(expert: Expert, facts: LayerFacts) -> Expert:
+    """The expert as the kernel reads it: block scales that `pack` flushes are 0, and those whose S0E5M3 byte lacks the
+    top bit where activations are bf16."""
+    flush = facts.engine == "vllm" or facts.activation_dtype == "bf16"
 
     def through(matrix: Matrix, factor: float) -> Matrix:
         back = restore_table(factor, flush)[recode_table(factor, flush).long()]

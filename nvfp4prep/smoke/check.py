@@ -33,8 +33,8 @@ from nvfp4prep.smoke.metrics import (
     reference_tolerances,
     verdict,
 )
-from nvfp4prep.smoke.reference import engine_scales, exact, plain, weights_of
-from nvfp4prep.smoke.rounding import rounding_of
+from nvfp4prep.smoke.reference import engine_scales, exact, plain, scale_change, weights_of
+from nvfp4prep.smoke.rounding import away_from_ties, rounding_of
 from nvfp4prep.smoke.routing import Router, RouterConfig, random_routing, route, scale_inputs
 from nvfp4prep.targets import Target
 
@@ -322,7 +322,7 @@ def _as_packed(part: Expert, packed: PackedLayer, position: int) -> Weights:
     """Logical weights without global scales, with what the layout does to them: flushed scales, biases over alphas."""
     target, facts = packed.target, packed.facts
     if target.module.REQUIRES.block_scale_maximum:
-        part = vllm_marlin.kept(part, facts)
+        part = vllm_marlin.acting(part, facts)
     wanted = weights_of(part, None)
     if target.module.REQUIRES.alphas < 2 or wanted.down_bias is None or wanted.up_bias is None:
         return wanted
@@ -396,6 +396,7 @@ def judged(
         quantised_weights=subject.reference == "BF16 checkpoint",
         quantised_activations=not weight_only,
         rescaled=subject.rescaled(moe),
+        scale_change=scale_change(logical.scales, engine_scales(logical.scales, target)),
     )
     summed = torch.stack(list(outputs.values())).sum(0)
     rank_label = "all ranks" if len(outputs) > 1 else _label(target, next(iter(outputs)))
@@ -435,12 +436,17 @@ def _inputs(
     router = subject.router(moe)
     config = subject.router_config
     for number, tokens in enumerate(settings.tokens):
-        x = hidden_states(tokens, logical.hidden, settings.seed + number, a1)
+        x = _untied(hidden_states(tokens, logical.hidden, settings.seed + number, a1), scale)
         if router is not None:
             yield *scale_inputs(config, x, route(config, x, *router)), "router"
     most = max(settings.tokens)
-    x = hidden_states(most, logical.hidden, settings.seed + len(settings.tokens), a1)
+    x = _untied(hidden_states(most, logical.hidden, settings.seed + len(settings.tokens), a1), scale)
     yield x, random_routing(logical.expert_count, config.top_k, most, settings.seed, config.scale), "random"
+
+
+def _untied(x: Tensor, scale: Tensor | None) -> Tensor:
+    """Inputs whose quantisation does not hang on a tie, where kernels with approximate reciprocals go either way."""
+    return x if scale is None else away_from_ties(x, scale)
 
 
 def _rank_part(

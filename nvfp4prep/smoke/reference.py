@@ -61,6 +61,14 @@ def engine_scales(scales: Scales, target: Target) -> Scales:
     return replace(scales, gate=gate, up=rounded(scales.up), down=rounded(scales.down))
 
 
+def scale_change(scales: Scales, engine: Scales) -> float:
+    """The most that the engine's global scales change an expert's output, relative: the sum over its matrices."""
+    pairs = [(engine.up, scales.up), (engine.down, scales.down)]
+    if scales.gate is not None and engine.gate is not None:
+        pairs.append((engine.gate, scales.gate))
+    return float(torch.stack([(mine / given - 1).abs() for mine, given in pairs]).sum(0).max())
+
+
 # --- the layer --------------------------------------------------------------------------------------------------------
 
 
