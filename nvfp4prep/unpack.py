@@ -38,7 +38,7 @@ from nvfp4prep.plan import (
 )
 from nvfp4prep.scales import Resolution
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, build_schema
-from nvfp4prep.source import INDEX, Source, read_json, read_packed, read_range, refuse
+from nvfp4prep.source import INDEX, Source, read_json, read_packed, read_range, refuse, verify_unchanged
 from nvfp4prep.targets import IDENTITY, Target, activation_of, expert_problem
 from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space, file_sizes
 
@@ -408,6 +408,7 @@ def write(
             output.copy_side_file(source.root / name, name)
         outcome = execute(source, plan, [job], output, workers, progress)
         output.seal()
+        verify_unchanged(source)
         digests = shard_digests(plan, outcome)
         manifest = _manifest(packed, plan, digests)
         output.publish(_small_files(packed, plan, manifest), overwrite=overwrite)

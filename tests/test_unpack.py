@@ -15,6 +15,9 @@ import torch
 from runner import Run, run, snapshot
 from safetensors.torch import load_file, save_file
 
+from nvfp4prep import unpack
+from nvfp4prep.errors import EnvironmentFault
+
 LIST = Callable[[str], Path]
 RANK = "rank-01-of-02_00-of-02"
 PREFIX = "model.layers.0.mlp.experts."
@@ -193,6 +196,19 @@ def test_changed_bytes_fail_the_digest(folder: str, place: float, packed: Path, 
     done = run("unpack", copied, tmp_path / "out", "--json")
     assert done.code == 1 and f"{folder}/model.safetensors: not the bytes that were written" in done.stderr
     assert not list(tmp_path.glob("out*"))
+
+
+def test_packed_output_that_changes_during_the_run(packed: Path, tmp_path: Path) -> None:
+    copied, out = tmp_path / "packed", tmp_path / "out"
+    shutil.copytree(packed, copied)
+    prepared = unpack.prepare(copied, out, overwrite=False)
+
+    def progress(_: int) -> None:
+        (copied / RANK / "model.safetensors").touch()
+
+    with pytest.raises(EnvironmentFault, match=f"{RANK}/model.safetensors: changed since its header was read"):
+        unpack.write(prepared, out, overwrite=False, workers=1, progress=progress)
+    assert {path.name for path in tmp_path.iterdir()} == {"packed"}
 
 
 # --- the manifest ---
