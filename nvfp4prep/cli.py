@@ -452,7 +452,7 @@ def _smoke_hook(layers: Any, reports: list[dict[str, Any]], *, shown: bool) -> C
         from nvfp4prep.smoke.check import Settings
         from nvfp4prep.smoke.check import check as run_check
 
-        if not any(moe.format.value == "NVFP4" for moe in prepared.checkpoint.schema.moe_layers):
+        if not prepared.checkpoint.schema.nvfp4_layers:
             return
         try:
             subject = run.subject_of_output(prepared, root)

@@ -211,7 +211,7 @@ def _detail(schema: Schema, values: Mapping[str, tuple[float, ...]], layer: int)
     numbers = {linear.layer for linear in schema.linears.values() if linear.layer is not None}
     if layer not in numbers:
         raise UsageFault(f"no layer {layer}; the layers are {ranges(numbers) or 'not numbered'}")
-    moe = next((m for m in schema.moe_layers if m.layer == layer and m.format is Format.NVFP4), None)
+    moe = next((m for m in schema.nvfp4_layers if m.layer == layer), None)
     routed = {linear.module for linear in (*moe.w13, *moe.w2)} if moe else set()
     others = tuple(
         linear for linear in schema.linears.values() if linear.layer == layer and linear.module not in routed

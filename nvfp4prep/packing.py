@@ -50,7 +50,7 @@ from nvfp4prep.plan import (
 )
 from nvfp4prep.quant_config import QuantConfig, hf_quant_config, quantization_config
 from nvfp4prep.scales import E4M3_NAN, F32_MIN_NORMAL, RescaleCounts, Resolution, ScalePolicy, fault, output_shape
-from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, dialect_of
+from nvfp4prep.schema import SCALAR_PARAMS, Linear, MoeLayer, Schema, dialect_of
 from nvfp4prep.source import Source, read_range
 from nvfp4prep.targets import IDENTITY, Target, activation_of, has_biases
 
@@ -87,11 +87,6 @@ class PackJob:
 
     def rank_folder(self, rank: Rank) -> str:
         return key_of(self.folder, self.target.folder(rank)) if self.target.folder(rank) else self.folder
-
-
-def packed_layers(schema: Schema) -> list[MoeLayer]:
-    """The MoE layers that are packed."""
-    return [moe for moe in schema.moe_layers if moe.format is Format.NVFP4]
 
 
 # --- scales of one rank ----------------------------------------------------------------------------------------------
@@ -275,7 +270,7 @@ def make_packed_plan(
     Args: as `plan.make_plan`; `job` (`with_facts` has passed) and its index `number`; `resolution` only for the shapes
         of small tensors.
     """
-    target, layers = job.target, packed_layers(schema)
+    target, layers = job.target, schema.nvfp4_layers
     skip = frozenset(linear.module for moe in layers for linear in (*moe.w13, *moe.w2))
     common = key_of(job.folder, target.common) if target.common else job.folder
     specs, steps, imputed = logical_steps(tensors, schema, policy, weight_only, skip, common, number)
@@ -519,7 +514,7 @@ def fact_names(moe: MoeLayer, target: Target) -> tuple[str, ...]:
 def manifest_entry(job: PackJob, schema: Schema) -> dict[str, Any]:
     """Layout id, engine, geometry before and after padding, TP and EP."""
     target = job.target
-    layers = packed_layers(schema)
+    layers = schema.nvfp4_layers
     sizes = {}
     for moe in layers:
         geometries = [target.geometry(moe, tp) for tp in range(target.tp)]
@@ -554,7 +549,7 @@ def logical_entry(
         "max_shard_bytes": max_shard_bytes,
         "quantization_config": quantization_config(quant),
         "hf_quant_config": hf_quant_config(quant),
-        "moe": [_moe_entry(moe, policy) for moe in packed_layers(schema)],
+        "moe": [_moe_entry(moe, policy) for moe in schema.nvfp4_layers],
     }
 
 
@@ -599,7 +594,7 @@ def with_facts(job: PackJob, source: Source, schema: Schema, resolution: Resolut
             stack.callback(os.close, descriptors[file])
         from_source = reader(read, source.tensors)
         found = replace(job, facts=layer_facts(schema, job.target, resolution, from_source, workers))
-        refused = scalar_findings(packed_layers(schema), found, resolution) or bias_findings(
+        refused = scalar_findings(schema.nvfp4_layers, found, resolution) or bias_findings(
             schema, found, resolution, from_source, workers
         )
     if refused:
@@ -612,7 +607,7 @@ def bias_findings(schema: Schema, job: PackJob, resolution: Resolution, read: Re
     target = job.target
     if target.module.REQUIRES.alphas != 2:
         return []
-    layers = [moe for moe in packed_layers(schema) if has_biases(moe)]
+    layers = [moe for moe in schema.nvfp4_layers if has_biases(moe)]
     activation = {moe.path: job.activation(moe) for moe in layers}
     plain = LayerFacts(target.engine, target.activation_dtype)
     tables = {
@@ -653,7 +648,7 @@ def layer_facts(
         InputRefused: block scales that the layout has no code for.
     """
     plain = LayerFacts(target.engine, target.activation_dtype)
-    layers = packed_layers(schema)
+    layers = schema.nvfp4_layers
     if not target.module.REQUIRES.block_scale_maximum:
         return {(moe.path, rank): plain for moe in layers for rank in target.ranks()}
 

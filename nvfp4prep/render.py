@@ -15,7 +15,6 @@ from nvfp4prep.convert import Prepared, Result
 from nvfp4prep.findings import Finding, printable
 from nvfp4prep.manifest import total_counts
 from nvfp4prep.scales import GlobalScaleReport, InputScaleReport, RescaleCounts, changes
-from nvfp4prep.schema import Format
 
 _SHOWN_FILES = 12
 _STYLE = {"error": "bold red", "warning": "yellow", "info": "dim"}
@@ -174,8 +173,7 @@ def result(targets_: Sequence[Prepared], done: Result) -> RenderableType:
 
 def _packed_hint(checkpoint: Checkpoint) -> str | None:
     """The packed target for Blackwell, where the experts can be packed."""
-    layers = [moe for moe in checkpoint.schema.moe_layers if moe.format is Format.NVFP4]
-    linears = [linear for moe in layers for linear in (*moe.w13, *moe.w2)]
+    linears = [linear for moe in checkpoint.schema.nvfp4_layers for linear in (*moe.w13, *moe.w2)]
     if not linears or any("pre_quant_scale" in linear.params for linear in linears):
         return None
     if any(linear.module in checkpoint.weight_only for linear in linears):

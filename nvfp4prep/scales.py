@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 from nvfp4prep.findings import Finding
 from nvfp4prep.schema import Format, FusionGroup, GateUpOrder, Linear, MoeLayer, Schema
@@ -243,10 +243,9 @@ def resolve(
     """
     draft = _Draft(stored, policy)
     grouped: set[str] = set()
-    for moe in schema.moe_layers:
-        if moe.format is Format.NVFP4:
-            _resolve_moe(draft, moe, weight_only)
-            grouped.update(linear.module for linear in (*moe.w13, *moe.w2))
+    for moe in schema.nvfp4_layers:
+        _resolve_moe(draft, moe, weight_only)
+        grouped.update(linear.module for linear in (*moe.w13, *moe.w2))
     for group in schema.fusion_groups:
         _resolve_group(draft, group, weight_only)
         grouped.update(member.module for member in group.members)
@@ -511,17 +510,6 @@ def output_shape(linear: Linear, param: str, policy: ScalePolicy) -> tuple[int, 
         merged = policy.w13_scale == "unify" if param == "weight_scale_2" else policy.input_scale == "layer-max"
         return (linear.experts,) if merged else stored
     return (linear.experts,) if math.prod(stored) == linear.experts and stored else ()
-
-
-def summary(resolution: Resolution) -> dict[str, Any]:
-    """Counts a person wants first."""
-    return {
-        "input_scale_groups": len(resolution.input_scales),
-        "input_scale_groups_changed": sum(1 for r in resolution.input_scales if r.after is not None and changes(r)),
-        "input_scales_imputed": sum(r.imputed for r in resolution.input_scales),
-        "gate_up_and_fused_pairs_unified": sum(len(r.pairs) for r in resolution.global_scales if r.unified),
-        "pairs_kept_apart": sum(len(r.pairs) for r in resolution.global_scales if not r.unified),
-    }
 
 
 def changes(report: InputScaleReport) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nvfp4prep.scales import fault
-from nvfp4prep.schema import SCALAR_PARAMS, Format, FusionGroup, Linear, MoeLayer, Schema
+from nvfp4prep.schema import SCALAR_PARAMS, FusionGroup, Linear, MoeLayer, Schema
 
 ScaleValues = Mapping[str, tuple[float, ...]]
 
@@ -161,7 +161,7 @@ def is_power_of_two(ratio: float) -> bool:
 
 def layer_scales(schema: Schema, values: ScaleValues) -> tuple[LayerScales, ...]:
     """Statistics of each NVFP4 MoE layer."""
-    return tuple(_layer(moe, values) for moe in schema.moe_layers if moe.format is Format.NVFP4)
+    return tuple(_layer(moe, values) for moe in schema.nvfp4_layers)
 
 
 def group_scales(schema: Schema, values: ScaleValues) -> tuple[GroupScales, ...]:

@@ -153,6 +153,11 @@ class Schema:
     def of_format(self, wanted: Format) -> Iterator[Linear]:
         return (linear for linear in self.linears.values() if linear.format is wanted)
 
+    @property
+    def nvfp4_layers(self) -> tuple[MoeLayer, ...]:
+        """The MoE layers with NVFP4 experts: those that scales are resolved for, and that are packed."""
+        return tuple(moe for moe in self.moe_layers if moe.format is Format.NVFP4)
+
 
 def build_schema(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> Schema:
     """Classify every tensor.

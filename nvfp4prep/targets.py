@@ -20,12 +20,11 @@ from nvfp4prep.layouts.logical import (
 )
 from nvfp4prep.plan import Rank
 from nvfp4prep.scales import F32_MIN_NORMAL, InputScalePolicy, W13ScalePolicy
-from nvfp4prep.schema import FLOAT_DTYPES, SCALAR_PARAMS, Format, MoeLayer, Schema
+from nvfp4prep.schema import FLOAT_DTYPES, SCALAR_PARAMS, MoeLayer, Schema
 
 HF = "hf"
 IDENTITY = "nvfp4prep"
 """The key of a packed file's metadata that says which layout and rank it is of."""
-AUTO = "auto"
 
 GPU_CAPABILITIES: Mapping[str, str] = {
     "b200": "sm100",
@@ -210,11 +209,7 @@ def w13_policy(target: Target, asked: str, activation: Activation) -> W13ScalePo
 
 def w13_policy_of(schema: Schema, config: Mapping[str, Any], target: Target, asked: str) -> W13ScalePolicy:
     """The one policy for all layers: unify as soon as one layer needs it. `check_target` has passed."""
-    policies = {
-        w13_policy(target, asked, activation_of(config, moe.gated))
-        for moe in schema.moe_layers
-        if moe.format is Format.NVFP4
-    }
+    policies = {w13_policy(target, asked, activation_of(config, moe.gated)) for moe in schema.nvfp4_layers}
     return "unify" if "unify" in policies else "split"
 
 
@@ -236,11 +231,10 @@ def check_target(
                 target,
             )
         ]
-    layers = [moe for moe in schema.moe_layers if moe.format is Format.NVFP4]
-    if not layers:
+    if not schema.nvfp4_layers:
         return [_error("no MoE layer with NVFP4 experts to pack; use --target hf", target)]
     findings = []
-    for moe in layers:
+    for moe in schema.nvfp4_layers:
         problem = _problem(moe, config, weight_only, target, w13_scale)
         if problem:
             findings.append(_error(f"{moe.path}: {problem}", target, moe))

@@ -19,7 +19,7 @@ from nvfp4prep import packing
 from nvfp4prep.errors import EnvironmentFault, UsageFault
 from nvfp4prep.experts import slice_expert
 from nvfp4prep.layouts import vllm_marlin
-from nvfp4prep.layouts.logical import Activation, Expert, LayerFacts, LayoutError, Scales
+from nvfp4prep.layouts.logical import Expert, LayerFacts, LayoutError, Scales
 from nvfp4prep.plan import Rank, key_of
 from nvfp4prep.schema import MoeLayer
 from nvfp4prep.smoke import emulator, kernels
@@ -463,8 +463,3 @@ def _rank_part(
     )
     mine = (routing.ids >= experts.start) & (routing.ids < experts.stop)
     return part, Routing(torch.where(mine, routing.ids, -1), torch.where(mine, routing.weights, 0.0))
-
-
-def logical_layer(moe: MoeLayer, activation: Activation, scales: Scales, expert: Callable[[int], Any]) -> LogicalLayer:
-    """A LogicalLayer with the sizes of `moe`."""
-    return LogicalLayer(moe.hidden, moe.intermediate, moe.expert_count, activation, expert, scales)

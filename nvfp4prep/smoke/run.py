@@ -13,7 +13,6 @@ from nvfp4prep.errors import InputRefused, UsageFault
 from nvfp4prep.findings import Finding
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.layouts.logical import LayoutError
-from nvfp4prep.packing import packed_layers
 from nvfp4prep.schema import build_schema
 from nvfp4prep.smoke.check import Subject
 from nvfp4prep.smoke.subject import Real, from_packed, from_prepared
@@ -114,7 +113,7 @@ def subject_of_output(prepared: Prepared, root: Path) -> Subject:
     source = _written(prepared, root)
     try:
         if pack is not None:
-            layers = tuple(packed_layers(checkpoint.schema))
+            layers = checkpoint.schema.nvfp4_layers
             packed = Packed(source, checkpoint.config, {}, pack.target, layers, {})
             return from_packed(packed, Real(source=prepared))
         schema = build_schema(source.tensors, checkpoint.config)

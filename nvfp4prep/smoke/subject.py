@@ -16,7 +16,7 @@ from nvfp4prep.checkpoint import scale_values
 from nvfp4prep.convert import Prepared
 from nvfp4prep.experts import Read, join_slices, load_expert, slice_expert
 from nvfp4prep.layouts.logical import Expert, LayerFacts, Scales
-from nvfp4prep.packing import DTYPES, PackJob, packed_layers, projections
+from nvfp4prep.packing import DTYPES, PackJob, projections
 from nvfp4prep.plan import Rank, key_of
 from nvfp4prep.scales import Resolution
 from nvfp4prep.schema import MoeLayer
@@ -96,7 +96,7 @@ def from_prepared(prepared: Prepared, real: Real) -> Subject:
     return Subject(
         job.target,
         checkpoint.config,
-        tuple(packed_layers(checkpoint.schema)),
+        checkpoint.schema.nvfp4_layers,
         pack,
         lambda moe: _source_layer(moe, prepared, read),
         *_real_of(real if real.reference or real.source else replace(real, source=prepared)),
@@ -145,7 +145,7 @@ def _real_of(real: Real) -> tuple[Callable[[MoeLayer], Callable[[int], Weights]]
     assert real.source is not None
     prepared = real.source
     read = Mapped(prepared.checkpoint.source)
-    layers = {moe.path: moe for moe in packed_layers(prepared.checkpoint.schema)}
+    layers = {moe.path: moe for moe in prepared.checkpoint.schema.nvfp4_layers}
     stored = Resolution(scale_values(prepared.checkpoint), {}, (), (), ())
 
     def of_layer(moe: MoeLayer) -> Callable[[int], Weights]:
@@ -163,7 +163,7 @@ def _rescaled_by(prepared: Prepared | None) -> Callable[[MoeLayer], bool]:
     rescales = prepared.resolution.rescales
     paths = {
         moe.path
-        for moe in packed_layers(prepared.checkpoint.schema)
+        for moe in prepared.checkpoint.schema.nvfp4_layers
         if any(linear.params["weight_scale"].name in rescales for linear in (*moe.w13, *moe.w2))
     }
     return lambda moe: moe.path in paths
@@ -190,7 +190,7 @@ def from_packed(packed: Packed, real: Real) -> Subject:
     if real.source is not None:
         prepared = real.source
         mapped = Mapped(prepared.checkpoint.source)
-        layers = {moe.path: moe for moe in packed_layers(prepared.checkpoint.schema)}
+        layers = {moe.path: moe for moe in prepared.checkpoint.schema.nvfp4_layers}
 
         def logical(moe: MoeLayer) -> LogicalLayer:
             return _source_layer(layers[moe.path], prepared, mapped)
@@ -222,7 +222,7 @@ def _parameters_of(
     """A layer's small tensors as stored, and as the source (else the stored logical scales) makes them."""
     target, tensors = packed.target, packed.source.tensors
     job = None if prepared is None else prepared.job.pack
-    layers = {} if prepared is None else {moe.path: moe for moe in packed_layers(prepared.checkpoint.schema)}
+    layers = {} if prepared is None else {moe.path: moe for moe in prepared.checkpoint.schema.nvfp4_layers}
 
     def parameters(moe: MoeLayer, rank: Rank) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         folder = target.folder(rank)
