@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from nvfp4prep import manifest as manifests
@@ -27,6 +28,19 @@ class Checkpoint:
     weight_only: frozenset[str]
     manifest: Mapping[str, Any] | None
     findings: tuple[Finding, ...]
+
+    @cached_property
+    def scale_values(self) -> Mapping[str, tuple[float, ...]]:
+        """Values of every NVFP4 weight_scale_2 and input_scale, read once. Raises EnvironmentFault."""
+        return read_values(
+            self.source,
+            [
+                linear.params[param]
+                for linear in self.schema.of_format(Format.NVFP4)
+                for param in SCALAR_PARAMS
+                if param in linear.params
+            ],
+        )
 
 
 def read_checkpoint(spec: str) -> Checkpoint:
@@ -82,16 +96,3 @@ def _pre_quant_scale(moe: MoeLayer) -> list[Finding]:
                 )
             )
     return findings
-
-
-def scale_values(checkpoint: Checkpoint) -> dict[str, tuple[float, ...]]:
-    """Values of every NVFP4 weight_scale_2 and input_scale."""
-    return read_values(
-        checkpoint.source,
-        [
-            linear.params[param]
-            for linear in checkpoint.schema.of_format(Format.NVFP4)
-            for param in SCALAR_PARAMS
-            if param in linear.params
-        ],
-    )

@@ -152,12 +152,16 @@ _TARGETS = (
 _BACKENDS = ("auto", "flashinfer-trtllm", "flashinfer-cutlass", "flashinfer-cutedsl", "marlin", "emulator")
 _GPUS = ("b200", "b300", "rtx50", "h200", "h100", "a100")
 
+_json_option = click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else there."
+)
+
 _output_options = [
     click.option("--workers", type=click.IntRange(1, 256), help="Threads.  [default: the CPUs, at most 8]"),
     click.option(
         "--overwrite", is_flag=True, help="Replace an existing checkpoint at OUT, once the new one is complete."
     ),
-    click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else there."),
+    _json_option,
     click.option("-q", "--quiet", is_flag=True, help="Errors only."),
 ]
 
@@ -412,7 +416,7 @@ def smoke(
 
 
 @main.command(short_help="List the packed targets.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else there.")
+@_json_option
 def targets(as_json: bool) -> None:
     """List the packed targets: kernel, GPUs, engines, alignment, scalars, what they need."""
     with _stops(as_json):
@@ -428,7 +432,7 @@ def targets(as_json: bool) -> None:
 
 @main.command(short_help="Show what a checkpoint holds and what engines do with it.")
 @click.argument("src")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else there.")
+@_json_option
 @click.option("--layer", type=click.IntRange(0), help="Only this layer, expert by expert.")
 def inspect(src: str, as_json: bool, layer: int | None) -> None:
     """Show what SRC holds, what each engine would do with it, and what convert would change."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
-from nvfp4prep.checkpoint import Checkpoint, read_checkpoint, scale_values
+from nvfp4prep.checkpoint import Checkpoint, read_checkpoint
 from nvfp4prep.errors import InputRefused
 from nvfp4prep.execute import Job, Outcome, execute, shard_digests
 from nvfp4prep.findings import Finding, errors
@@ -105,7 +105,7 @@ class Result:
 
     def rescaled(self, job: int = 0) -> dict[str, RescaleCounts]:
         """What rescaling did for one target."""
-        return {name: counts for (number, name), counts in self.outcome.rescaled.items() if number == job}
+        return self.outcome.rescaled_by(job)
 
 
 def prepare(spec: str, options: Options) -> Prepared:
@@ -131,12 +131,11 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
         raise InputRefused(errors(checkpoint.findings))
     source, schema = checkpoint.source, checkpoint.schema
     shard_bytes = options.max_shard_bytes or _previous_shard_bytes(checkpoint.manifest) or DEFAULT_SHARD_BYTES
-    stored = scale_values(checkpoint)
     if options.target == "hf":
         policy, job = options.policy(), None
     else:
-        policy, job = _packed(checkpoint, options, folder, stored)
-    resolution = resolve(schema, stored, checkpoint.weight_only, policy)
+        policy, job = _packed(checkpoint, options, folder)
+    resolution = resolve(schema, checkpoint.scale_values, checkpoint.weight_only, policy)
     if errors(resolution.findings):
         raise InputRefused(errors(resolution.findings))
     if job is None:
@@ -171,9 +170,7 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
     )
 
 
-def _packed(
-    checkpoint: Checkpoint, options: Options, folder: str, stored: Mapping[str, tuple[float, ...]]
-) -> tuple[ScalePolicy, PackJob]:
+def _packed(checkpoint: Checkpoint, options: Options, folder: str) -> tuple[ScalePolicy, PackJob]:
     """Scale policy and job of a packed target. Raises InputRefused."""
     from nvfp4prep import packing, targets
 
@@ -184,7 +181,7 @@ def _packed(
     if refused:
         raise InputRefused(refused)
     w13 = targets.w13_policy_of(checkpoint.schema, checkpoint.config, target, options.w13_scale)
-    job = packing.PackJob(target, folder, checkpoint.config, stored, {})
+    job = packing.PackJob(target, folder, checkpoint.config, checkpoint.scale_values, {})
     return ScalePolicy(options.input_scale, w13, options.impute), job
 
 
@@ -339,8 +336,7 @@ def _manifest(prepared: Prepared, number: int, outcome: Outcome, digests: Mappin
     assert checkpoint.quant is not None
     configs = {name: (source.root / name).read_bytes() for name in _REWRITTEN[:2] if (source.root / name).is_file()}
     print_ = manifests.fingerprint(source, configs)
-    rescaled = {name: counts for (job, name), counts in outcome.rescaled.items() if job == number}
-    flushed = {path: count for (job, path), count in outcome.flushed.items() if job == number}
+    rescaled, flushed = outcome.rescaled_by(number), outcome.flushed_by(number)
     run = {
         "source_fingerprint": print_,
         "options": manifests.options_entry(prepared.options.target, prepared.policy, prepared.max_shard_bytes),

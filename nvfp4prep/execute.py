@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,7 +14,7 @@ from nvfp4prep.errors import EnvironmentFault
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.plan import PIECE_BYTES, Copy, Fill, Item, Pack, Parameters, Plan, RescaleBlocks, Step, Unpack
 from nvfp4prep.scales import RescaleCounts, Resolution
-from nvfp4prep.source import Source, read_part
+from nvfp4prep.source import Source, opened_shards, read_part
 from nvfp4prep.survey import encode_floats
 from nvfp4prep.writer import PartialOutput
 
@@ -46,6 +44,14 @@ class Outcome:
     digests: dict[tuple[str, int], bytes] = field(default_factory=dict)
     rescaled: dict[tuple[int, str], RescaleCounts] = field(default_factory=dict)
     flushed: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    def rescaled_by(self, job: int) -> dict[str, RescaleCounts]:
+        """What rescaling did for one job."""
+        return {name: counts for (number, name), counts in self.rescaled.items() if number == job}
+
+    def flushed_by(self, job: int) -> dict[str, int]:
+        """Block scales that one job's layout could not keep, by MoE path."""
+        return {path: count for (number, path), count in self.flushed.items() if number == job}
 
 
 class Stopped(Exception):
@@ -107,11 +113,7 @@ def execute(
     Raises:
         EnvironmentFault: reading or writing failed; the first failure stops the others.
     """
-    with ExitStack() as stack:
-        descriptors: dict[str, int] = {}
-        for file in source.shards:
-            descriptors[file] = source.open_shard(file)
-            stack.callback(os.close, descriptors[file])
+    with opened_shards(source) as descriptors:
         for shard in plan.shards:
             output.open_shard(shard)
         stop = threading.Event()

@@ -13,7 +13,7 @@ from typing import Any
 from nvfp4prep import convert as conversion
 from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
-from nvfp4prep.checkpoint import Checkpoint, read_checkpoint, scale_values
+from nvfp4prep.checkpoint import Checkpoint, read_checkpoint
 from nvfp4prep.convert import Options, Prepared
 from nvfp4prep.engines import TITLES, Facts, Verdict, verdicts
 from nvfp4prep.errors import UsageFault
@@ -110,7 +110,7 @@ def inspect(src: str, layer: int | None) -> Inspection:
         EnvironmentFault: I/O.
     """
     checkpoint = read_checkpoint(src)
-    values = scale_values(checkpoint)
+    values = checkpoint.scale_values
     nested = read_json(checkpoint.source.root, qc.HF_QUANT_CONFIG)
     facts = Facts(checkpoint, values, nested, _pre_quant_digests(checkpoint))
     return Inspection(

@@ -6,17 +6,14 @@ Names: the engine's parameters under `target.prefix(moe)`; kernel scalars and lo
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from nvfp4prep.dialects import natural_key
 from nvfp4prep.errors import InputRefused
 from nvfp4prep.experts import Read, join_slices, load_expert, slice_expert, store_expert
 from nvfp4prep.findings import Finding
@@ -41,6 +38,7 @@ from nvfp4prep.plan import (
     Spec,
     Unpack,
     aligned,
+    files_of,
     gather,
     key_of,
     logical_steps,
@@ -51,7 +49,7 @@ from nvfp4prep.plan import (
 from nvfp4prep.quant_config import QuantConfig, hf_quant_config, quantization_config
 from nvfp4prep.scales import E4M3_NAN, F32_MIN_NORMAL, RescaleCounts, Resolution, ScalePolicy, fault, output_shape
 from nvfp4prep.schema import SCALAR_PARAMS, Linear, MoeLayer, Schema, dialect_of
-from nvfp4prep.source import Source, read_range
+from nvfp4prep.source import Source, opened_shards, read_part, read_tensor
 from nvfp4prep.targets import IDENTITY, Target, activation_of, has_biases
 
 if TYPE_CHECKING:
@@ -86,7 +84,7 @@ class PackJob:
         return activation_of(self.config, moe.gated)
 
     def rank_folder(self, rank: Rank) -> str:
-        return key_of(self.folder, self.target.folder(rank)) if self.target.folder(rank) else self.folder
+        return key_of(self.folder, self.target.folder(rank))
 
 
 # --- scales of one rank ----------------------------------------------------------------------------------------------
@@ -272,13 +270,13 @@ def make_packed_plan(
     """
     target, layers = job.target, schema.nvfp4_layers
     skip = frozenset(linear.module for moe in layers for linear in (*moe.w13, *moe.w2))
-    common = key_of(job.folder, target.common) if target.common else job.folder
+    common = key_of(job.folder, target.common)
     specs, steps, imputed = logical_steps(tensors, schema, policy, weight_only, skip, common, number)
     steps += [(f"{moe.path} expert {e}", Pack(moe, e, number)) for moe in layers for e in range(moe.expert_count)]
     shards: list[Shard] = []
     stacked: set[str] = set()
     outputs: dict[str, TensorInfo] = {}
-    files = [aligned(names, specs) for names in split(sorted(specs, key=natural_key), specs, max_shard_bytes)]
+    files = files_of(specs, max_shard_bytes)
     if not target.flat:
         shards += shards_of(files, specs, {**metadata, IDENTITY: target.identity(None)}, common)
         outputs |= outputs_of(shards, common)
@@ -430,12 +428,7 @@ def _parameters(context: Context, step: Parameters) -> None:
 def read_whole(source: Source, key: str) -> Tensor:
     """One stored tensor."""
     info = source.tensors[key]
-    descriptor = source.open_shard(info.file)
-    try:
-        data = bytearray(read_range(descriptor, info.file, info.start, info.nbytes))
-    finally:
-        os.close(descriptor)
-    return torch.frombuffer(data, dtype=DTYPES[info.dtype]).view(info.shape)
+    return torch.frombuffer(bytearray(read_tensor(source, info)), dtype=DTYPES[info.dtype]).view(info.shape)
 
 
 def _unpack(context: Context, step: Unpack) -> None:
@@ -583,16 +576,10 @@ def with_facts(job: PackJob, source: Source, schema: Schema, resolution: Resolut
     Raises:
         InputRefused: block scales, biases or scalars that the kernel can't compute with.
     """
-    with ExitStack() as stack:
-        descriptors: dict[str, int] = {}
-
-        def read(tensor: TensorInfo, start: int, length: int) -> bytes:
-            return read_range(descriptors[tensor.file], tensor.file, tensor.start + start, length)
-
-        for file in source.shards:
-            descriptors[file] = source.open_shard(file)
-            stack.callback(os.close, descriptors[file])
-        from_source = reader(read, source.tensors)
+    with opened_shards(source) as descriptors:
+        from_source = reader(
+            lambda tensor, start, length: read_part(descriptors[tensor.file], tensor, start, length), source.tensors
+        )
         found = replace(job, facts=layer_facts(schema, job.target, resolution, from_source, workers))
         refused = scalar_findings(schema.nvfp4_layers, found, resolution) or bias_findings(
             schema, found, resolution, from_source, workers
@@ -667,8 +654,7 @@ def layer_facts(
         found = {}
         for tp_rank in range(target.tp):
             part = slice_expert(logical, target.share(moe, tp_rank), tp_rank == 0)
-            halves = [half.scale for half in (part.gate, part.up) if half is not None]
-            found[Rank(tp_rank, ep_rank)] = max(map(largest_code, halves)), largest_code(part.down.scale)
+            found[Rank(tp_rank, ep_rank)] = largest_codes(part)
         return found
 
     maxima: dict[tuple[str, Rank], tuple[int, int]] = {}
@@ -680,14 +666,7 @@ def layer_facts(
                 maxima[moe.path, rank] = max(before[0], w13), max(before[1], w2)
     if unusable:
         raise InputRefused([_unusable(moe, target, unusable[moe.path]) for moe in layers if moe.path in unusable])
-    return {
-        key: replace(
-            plain,
-            w13_factor=vllm_marlin.scale_factor(w13, plain),
-            w2_factor=vllm_marlin.scale_factor(w2, plain),
-        )
-        for key, (w13, w2) in maxima.items()
-    }
+    return {key: vllm_marlin.with_factors(plain, *codes) for key, codes in maxima.items()}
 
 
 def _unusable(moe: MoeLayer, target: Target, found: Mapping[int, Mapping[str, int]]) -> Finding:
@@ -698,7 +677,12 @@ def _unusable(moe: MoeLayer, target: Target, found: Mapping[int, Mapping[str, in
     return Finding("block-scale-bad", "error", place + message, layer=moe.layer, experts=tuple(sorted(found)))
 
 
-def largest_code(codes: Tensor) -> int:
-    """The largest positive E4M3 code, NaN left out; 0 for no codes."""
-    positive = codes[codes < E4M3_NAN]
-    return int(positive.max()) if positive.numel() else 0
+def largest_codes(expert: Expert) -> tuple[int, int]:
+    """The largest positive E4M3 codes of an expert's w13 and w2 block scales, NaN left out; 0 for no codes."""
+
+    def largest(codes: Tensor) -> int:
+        positive = codes[codes < E4M3_NAN]
+        return int(positive.max()) if positive.numel() else 0
+
+    halves = [half.scale for half in (expert.gate, expert.up) if half is not None]
+    return max(map(largest, halves)), largest(expert.down.scale)

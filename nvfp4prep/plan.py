@@ -133,8 +133,8 @@ Spec = tuple[str, tuple[int, ...]]
 
 
 def key_of(folder: str, name: str) -> str:
-    """An output's key: unique over all folders of a run."""
-    return f"{folder}/{name}" if folder else name
+    """An output's key: unique over all folders of a run. Either may be empty."""
+    return f"{folder}/{name}" if folder and name else folder or name
 
 
 def make_plan(
@@ -253,6 +253,11 @@ def aligned(names: Sequence[str], specs: Mapping[str, Spec]) -> list[str]:
     return sorted(names, key=lambda name: -DTYPE_BITS[specs[name][0]])
 
 
+def files_of(specs: Mapping[str, Spec], limit: int) -> list[list[str]]:
+    """Names by file, for a checkpoint in its own form: in natural order, aligned inside each file."""
+    return [aligned(names, specs) for names in split(sorted(specs, key=natural_key), specs, limit)]
+
+
 def shards_of(
     files: Sequence[Sequence[str]], specs: Mapping[str, Spec], metadata: Mapping[str, str], folder: str
 ) -> tuple[Shard, ...]:
@@ -271,9 +276,8 @@ def shards_of(
 
 
 def place(specs: Mapping[str, Spec], metadata: Mapping[str, str], limit: int, folder: str) -> tuple[Shard, ...]:
-    """Output files of a checkpoint in its own form: natural order of names, aligned inside each file."""
-    files = split(sorted(specs, key=natural_key), specs, limit)
-    return shards_of([aligned(names, specs) for names in files], specs, metadata, folder)
+    """Output files of a checkpoint in its own form."""
+    return shards_of(files_of(specs, limit), specs, metadata, folder)
 
 
 def outputs_of(shards: Iterable[Shard], folder: str) -> dict[str, TensorInfo]:

@@ -159,8 +159,8 @@ def result(targets_: Sequence[Prepared], done: Result) -> RenderableType:
     for number, prepared in enumerate(targets_):
         if len(targets_) > 1:
             lines.append(plain(f"{prepared.options.target}:"))
-        lines += _rescaled(prepared, done.rescaled(number))
-        flushed = sum(count for (job, _), count in done.outcome.flushed.items() if job == number)
+        lines += _rescaled(prepared, done.outcome.rescaled_by(number))
+        flushed = sum(done.outcome.flushed_by(number).values())
         if flushed:
             text = f"{flushed:,} block scales are too small for this kernel and became zero; unpack can't restore them"
             lines.append(plain(text, style="yellow"))

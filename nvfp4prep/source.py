@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
@@ -98,6 +99,26 @@ def verify_unchanged(source: Source) -> None:
         except OSError as error:
             raise EnvironmentFault(f"{file}: gone since its header was read: {error.strerror}") from None
         source._compare_state(file, found)
+
+
+@contextmanager
+def opened_shards(source: Source) -> Iterator[dict[str, int]]:
+    """Descriptors of all shards, closed at the end. Raises as `Source.open_shard`."""
+    with ExitStack() as stack:
+        descriptors: dict[str, int] = {}
+        for file in source.shards:
+            descriptors[file] = source.open_shard(file)
+            stack.callback(os.close, descriptors[file])
+        yield descriptors
+
+
+def read_tensor(source: Source, tensor: TensorInfo, start: int = 0, length: int | None = None) -> bytes:
+    """A stored tensor's bytes, or some of them. Raises as `Source.open_shard` and `read_part`."""
+    descriptor = source.open_shard(tensor.file)
+    try:
+        return read_part(descriptor, tensor, start, tensor.nbytes - start if length is None else length)
+    finally:
+        os.close(descriptor)
 
 
 def read_part(descriptor: int, tensor: TensorInfo, start: int, length: int) -> bytes:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import warnings
 from itertools import pairwise
 from types import ModuleType
 
 import pytest
 import torch
 from checkpoints import DATA
+from quietly import import_quietly
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -194,12 +193,6 @@ def test_marlin_scale_factor_of_zeros() -> None:
 # --- row orders: FlashInfer's own functions. No skip: flashinfer-python is one of the dev packages ---
 
 EPILOGUE_TILE = 128
-
-
-def import_quietly(name: str) -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dozens, about flashinfer's own dependencies
-        return importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")

@@ -61,6 +61,8 @@ def allowed(name: str, layout: str) -> bool:
 PACKABLE = [(*case, *pair) for case in CASES for pair in packs.PAIRS if allowed(case[0], pair[0])]
 """The refused ones are in test_pack_roundtrip."""
 
+Make = Callable[..., tuple[Packed, Logical]]
+
 
 @pytest.fixture(scope="session")
 def sources(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
@@ -91,20 +93,20 @@ def logical(sources: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
     return read
 
 
-def make(
-    name: str,
-    layout: str,
-    engine: str,
-    ranks: tuple[int, int],
-    places: tuple[Callable[[str], Path], Callable[[str, str], Logical], Path],
-    dtype: str = "bf16",
-) -> tuple[Packed, Logical]:
-    sources, logical, tmp_path = places
-    tp, ep = ranks
-    out = tmp_path / f"{layout}-{engine}-{dtype}"
-    packs.pack(sources(name), out, layout, engine=engine, tp=tp, ep=ep, activation_dtype=dtype)
-    split = layout == "flashinfer-trtllm" and name != "gptoss-nvfp4"
-    return Packed(out, layout, engine, tp, ep, dtype), logical(name, "split" if split else "unify")
+@pytest.fixture
+def make(sources: Callable[[str], Path], logical: Callable[[str, str], Logical], tmp_path: Path) -> Make:
+    """`make(name, layout, engine, (tp, ep), dtype)`: a packed output, and the hf output it should equal."""
+
+    def packed(
+        name: str, layout: str, engine: str, ranks: tuple[int, int], dtype: str = "bf16"
+    ) -> tuple[Packed, Logical]:
+        tp, ep = ranks
+        out = tmp_path / f"{layout}-{engine}-{dtype}"
+        packs.pack(sources(name), out, layout, engine=engine, tp=tp, ep=ep, activation_dtype=dtype)
+        split = layout == "flashinfer-trtllm" and name != "gptoss-nvfp4"
+        return Packed(out, layout, engine, tp, ep, dtype), logical(name, "split" if split else "unify")
+
+    return packed
 
 
 def some_experts(count: int, ep: int) -> list[int]:
@@ -123,11 +125,9 @@ def test_ranks_together_are_the_logical_tensors(
     ep: int,
     layout: str,
     engine: str,
-    sources: Callable[[str], Path],
-    logical: Callable[[str, str], Logical],
-    tmp_path: Path,
+    make: Make,
 ) -> None:
-    packed, expected = make(name, layout, engine, (tp, ep), (sources, logical, tmp_path))
+    packed, expected = make(name, layout, engine, (tp, ep))
     assert expected.names
     for moe in expected.names:
         count = expected.count(moe)
@@ -346,12 +346,10 @@ def test_kernels_compute_the_logical_layer(
     ep: int,
     layout: str,
     engine: str,
-    sources: Callable[[str], Path],
-    logical: Callable[[str, str], Logical],
-    tmp_path: Path,
+    make: Make,
 ) -> None:
     """Both GEMMs of each expert from the files of its ranks, TP ranks added up. Activations stay unquantised."""
-    packed, expected = make(name, layout, engine, (tp, ep), (sources, logical, tmp_path))
+    packed, expected = make(name, layout, engine, (tp, ep))
     rounded = torch.bfloat16 if (layout, engine) == ("vllm-marlin", "sglang") else None
     rng = np.random.default_rng(11)
     for moe in expected.names:
@@ -370,13 +368,9 @@ def test_kernels_compute_the_logical_layer(
 
 
 @pytest.mark.parametrize("engine", packs.ENGINES)
-def test_marlin_for_fp16_activations(
-    engine: str, sources: Callable[[str], Path], logical: Callable[[str, str], Logical], tmp_path: Path
-) -> None:
+def test_marlin_for_fp16_activations(engine: str, make: Make) -> None:
     """The other exponent bias and no layer factor."""
-    packed, expected = make(
-        "qwen3moe-w4a16nvfp4", "vllm-marlin", engine, (2, 1), (sources, logical, tmp_path), dtype="fp16"
-    )
+    packed, expected = make("qwen3moe-w4a16nvfp4", "vllm-marlin", engine, (2, 1), dtype="fp16")
     rounded = torch.float16 if engine == "sglang" else None
     for moe in expected.names:
         stored = packed.ranks[0, 0].engine(moe, "w13_weight_scale_2")
@@ -394,7 +388,7 @@ def test_marlin_for_fp16_activations(
 
 
 def test_unequal_halves_are_exact_on_trtllm_only(
-    sources: Callable[[str], Path], logical: Callable[[str, str], Logical], tmp_path: Path
+    sources: Callable[[str], Path], logical: Callable[[str, str], Logical], make: Make
 ) -> None:
     """Bytes and scales of the source itself on TRT-LLM; elsewhere those of hf's unified output, which are others."""
     name, moe = "tinymoe-nvfp4-splitscale", "model.layers.1.mlp"
@@ -402,7 +396,7 @@ def test_unequal_halves_are_exact_on_trtllm_only(
     unified = logical(name, "unify")
     changed = differ = 0
     for layout, engine in packs.PAIRS:
-        packed, _ = make(name, layout, engine, (1, 2), (sources, logical, tmp_path))
+        packed, _ = make(name, layout, engine, (1, 2))
         expected = source if layout == "flashinfer-trtllm" else unified
         for expert in (0, 3, 5, 7, 8, 10, 12, 15):
             ours = packed.whole(moe, expert, expected)

@@ -11,8 +11,7 @@ import importlib.util
 import inspect
 import sys
 import types
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +22,7 @@ import pytest
 import torch
 from checkpoints import DATA
 from layout_layers import OAI, RELU2, SILU, Case, make_layer
+from quietly import import_quietly
 from smoke_layers import LAYERS, MARLIN_LAYERS, distance, inputs, packed_layer, reference
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -351,12 +351,6 @@ def test_marlin_names_an_argument_it_does_not_know() -> None:
 # --- FlashInfer: the installed package ---
 
 
-def import_quietly(name: str) -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dozens, about flashinfer's own dependencies
-        return importlib.import_module(name)
-
-
 @pytest.fixture(scope="module")
 def flashinfer() -> ModuleType:
     return import_quietly("flashinfer")
@@ -444,6 +438,13 @@ def cases(name: str) -> Any:
     )
 
 
+def bound(function: Callable[..., Any], call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """All arguments that the installed function gets, its defaults too."""
+    found = inspect.signature(function).bind(**call)
+    found.apply_defaults()
+    return found.arguments
+
+
 # --- flashinfer-trtllm ---
 
 
@@ -454,9 +455,7 @@ def test_trtllm_call(
 ) -> None:
     layer, x, routing = rank_of(case, activation, ep)
     call = flashinfer_trtllm.arguments(layer, x, routing, CPU)
-    bound = inspect.signature(core.trtllm_fp4_block_scale_routed_moe).bind(**call)
-    bound.apply_defaults()
-    a = bound.arguments
+    a = bound(core.trtllm_fp4_block_scale_routed_moe, call)
     geometry, local = layer.geometry, EXPERTS // ep
     rows, hidden, inner = geometry.w13_rows, geometry.padded_hidden, geometry.padded_intermediate
 
@@ -510,9 +509,7 @@ def test_cutlass_call(
 ) -> None:
     layer, x, routing = rank_of(case, activation, ep)
     call = flashinfer_cutlass.arguments(layer, x, routing, CPU)
-    bound = inspect.signature(core.cutlass_fused_moe).bind(**call)
-    bound.apply_defaults()
-    a = bound.arguments
+    a = bound(core.cutlass_fused_moe, call)
     geometry, local = layer.geometry, EXPERTS // ep
     rows, hidden, inner = geometry.w13_rows, geometry.padded_hidden, geometry.padded_intermediate
     assert hidden == case.hidden

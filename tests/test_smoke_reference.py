@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,9 @@ from nvfp4prep.experts import load_expert
 from nvfp4prep.layouts.logical import Activation, Expert, Scales
 from nvfp4prep.packing import expert_value, reader
 from nvfp4prep.schema import Format, MoeLayer, build_schema
-from nvfp4prep.smoke import reference
 from nvfp4prep.smoke.layer import LogicalLayer, Routing, Weights
 from nvfp4prep.smoke.reference import engine_scales, exact, plain, reference_weights, scale_change, weights_of
-from nvfp4prep.source import Source, open_source, read_json
+from nvfp4prep.source import Source, open_source, read_json, read_tensor
 from nvfp4prep.targets import Target
 
 
@@ -141,7 +141,7 @@ def opened(path: Path) -> tuple[Source, Mapping[str, Any], tuple[MoeLayer, ...]]
 
 def dequantised_layer(source: Source, moe: MoeLayer) -> Callable[[int], Weights]:
     """Experts of an NVFP4 checkpoint by its own stored scales."""
-    read = reader(reference._read_from(source), source.tensors)
+    read = reader(partial(read_tensor, source), source.tensors)
 
     def stored(expert: int, projection: str) -> Tensor | None:
         fused = {"gate": moe.gate_up, "up": moe.gate_up, "down": moe.down}[projection]

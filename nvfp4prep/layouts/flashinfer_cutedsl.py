@@ -37,7 +37,7 @@ from nvfp4prep.layouts.logical import (
     pad_expert,
     split,
 )
-from nvfp4prep.layouts.permutations import interleave_halves, separate_halves, swizzle, unswizzle
+from nvfp4prep.layouts.permutations import interleave_halves, separate_halves
 
 NAME = "flashinfer-cutedsl"
 VERSION = 1
@@ -62,21 +62,14 @@ def pack(expert: Expert, geometry: Geometry, facts: LayerFacts) -> dict[str, Ten
     w13 = join(padded, "up")
     if geometry.gated:
         w13 = Matrix(interleave_halves(w13.weight), interleave_halves(w13.scale))
-    return {
-        "w13_weight": w13.weight,
-        "w13_weight_scale": swizzle(w13.scale),
-        "w2_weight": padded.down.weight,
-        "w2_weight_scale": swizzle(padded.down.scale),
-    }
+    return swizzled.stored(w13, padded.down)
 
 
 def unpack(packed: Mapping[str, Tensor], geometry: Geometry, facts: LayerFacts) -> Expert:
     """The inverse of pack."""
-    rows, hidden, inner = geometry.w13_rows, geometry.padded_hidden, geometry.padded_intermediate
-    w13 = Matrix(packed["w13_weight"], unswizzle(packed["w13_weight_scale"], rows, hidden // 16))
+    w13, down = swizzled.restored(packed, geometry)
     if geometry.gated:
         w13 = Matrix(separate_halves(w13.weight), separate_halves(w13.scale))
-    down = Matrix(packed["w2_weight"], unswizzle(packed["w2_weight_scale"], hidden, inner // 16))
     return crop_expert(Expert(*split(w13, geometry.gated, "up"), down), geometry)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nvfp4prep.layouts import swizzled
 from nvfp4prep.layouts.logical import (
     Activation,
     Engine,
@@ -47,9 +48,7 @@ from nvfp4prep.layouts.permutations import (
     gated_row_shuffle,
     put_rows,
     row_shuffle,
-    swizzle,
     take_rows,
-    unswizzle,
 )
 
 NAME = "flashinfer-trtllm"
@@ -66,17 +65,11 @@ REQUIRES = Requires(
 )
 
 
-def shapes(geometry: Geometry) -> dict[str, tuple[str, tuple[int, ...]]]:
+def shapes(geometry: Geometry) -> swizzled.Shapes:
     """dtype and shape of each of one expert's tensors, in load order."""
-    rows, hidden, inner = geometry.w13_rows, geometry.padded_hidden, geometry.padded_intermediate
-    table: dict[str, tuple[str, tuple[int, ...]]] = {
-        "w13_weight": ("U8", (rows, hidden // 2)),
-        "w13_weight_scale": ("F8_E4M3", (rows, hidden // 16)),
-        "w2_weight": ("U8", (hidden, inner // 2)),
-        "w2_weight_scale": ("F8_E4M3", (hidden, inner // 16)),
-    }
+    table = swizzled.shapes(geometry)
     if geometry.biased:
-        table |= {"gemm1_bias": ("F32", (rows,)), "gemm2_bias": ("F32", (hidden,))}
+        table |= {"gemm1_bias": ("F32", (geometry.w13_rows,)), "gemm2_bias": ("F32", (geometry.padded_hidden,))}
     return table
 
 
@@ -89,13 +82,8 @@ def pack(expert: Expert, geometry: Geometry, facts: LayerFacts) -> dict[str, Ten
     """One expert's tensors, named and shaped as in `shapes`; E4M3 as U8 codes."""
     padded = pad_expert(_map_biases(expert, _divide, facts), geometry)
     w13_order, w2_order = _orders(geometry)
-    w13 = join(padded, "up")
-    packed = {
-        "w13_weight": take_rows(w13.weight, w13_order),
-        "w13_weight_scale": swizzle(take_rows(w13.scale, w13_order)),
-        "w2_weight": take_rows(padded.down.weight, w2_order),
-        "w2_weight_scale": swizzle(take_rows(padded.down.scale, w2_order)),
-    }
+    w13 = _map_rows(join(padded, "up"), take_rows, w13_order)
+    packed = swizzled.stored(w13, _map_rows(padded.down, take_rows, w2_order))
     if padded.down_bias is not None:
         packed["gemm1_bias"] = take_rows(join_bias(padded, "up"), w13_order)
         packed["gemm2_bias"] = take_rows(padded.down_bias, w2_order)
@@ -106,21 +94,19 @@ def unpack(packed: Mapping[str, Tensor], geometry: Geometry, facts: LayerFacts) 
     """The inverse of pack; biases come back exactly if they were BF16 or F16 and not `bias_lost`, else within one step
     of F32 (packing keeps those beside)."""
     w13_order, w2_order = _orders(geometry)
-    w13 = Matrix(
-        put_rows(packed["w13_weight"], w13_order),
-        put_rows(unswizzle(packed["w13_weight_scale"], *packed["w13_weight_scale"].shape), w13_order),
-    )
-    down = Matrix(
-        put_rows(packed["w2_weight"], w2_order),
-        put_rows(unswizzle(packed["w2_weight_scale"], *packed["w2_weight_scale"].shape), w2_order),
-    )
-    gate, up = split(w13, geometry.gated, "up")
+    w13, down = swizzled.restored(packed, geometry)
+    gate, up = split(_map_rows(w13, put_rows, w13_order), geometry.gated, "up")
+    down = _map_rows(down, put_rows, w2_order)
     if "gemm2_bias" not in packed:
         return crop_expert(Expert(gate, up, down), geometry)
     gate_bias, up_bias = split_bias(put_rows(packed["gemm1_bias"], w13_order), geometry.gated, "up")
     down_bias = put_rows(packed["gemm2_bias"], w2_order)
     expert = Expert(gate, up, down, gate_bias, up_bias, down_bias)
     return crop_expert(_map_biases(expert, _undo_divide, facts), geometry)
+
+
+def _map_rows(matrix: Matrix, function: Callable[[Tensor, Tensor], Tensor], order: Tensor) -> Matrix:
+    return Matrix(function(matrix.weight, order), function(matrix.scale, order))
 
 
 def _map_biases(expert: Expert, function: Callable[[Tensor, float], Tensor], facts: LayerFacts) -> Expert:

@@ -1,4 +1,4 @@
-"""What flashinfer-cutlass and vllm-cutlass share: weights stay as they are, block scales are swizzled."""
+"""What layouts with swizzled block scales share (all but vllm-marlin); the cutlass ones leave rows as they are."""
 
 from __future__ import annotations
 
@@ -41,21 +41,32 @@ def shapes(geometry: Geometry) -> Shapes:
 def pack(expert: Expert, geometry: Geometry, first: Literal["gate", "up"]) -> dict[str, Tensor]:
     """Pad each half, join with `first` on top, swizzle the block scales."""
     padded = pad_expert(expert, geometry)
-    w13 = join(padded, first)
-    return {
-        "w13_weight": w13.weight,
-        "w13_weight_scale": swizzle(w13.scale),
-        "w2_weight": padded.down.weight,
-        "w2_weight_scale": swizzle(padded.down.scale),
-    }
+    return stored(join(padded, first), padded.down)
 
 
 def unpack(packed: Mapping[str, Tensor], geometry: Geometry, first: Literal["gate", "up"]) -> Expert:
     """The inverse of pack."""
-    rows, hidden, inner = geometry.w13_rows, geometry.padded_hidden, geometry.padded_intermediate
-    w13 = Matrix(packed["w13_weight"], unswizzle(packed["w13_weight_scale"], rows, hidden // 16))
-    down = Matrix(packed["w2_weight"], unswizzle(packed["w2_weight_scale"], hidden, inner // 16))
+    w13, down = restored(packed, geometry)
     return crop_expert(Expert(*split(w13, geometry.gated, first), down), geometry)
+
+
+def stored(w13: Matrix, down: Matrix) -> dict[str, Tensor]:
+    """The four tensors of `shapes`, from matrices whose rows are in the kernel's order."""
+    return {
+        "w13_weight": w13.weight,
+        "w13_weight_scale": swizzle(w13.scale),
+        "w2_weight": down.weight,
+        "w2_weight_scale": swizzle(down.scale),
+    }
+
+
+def restored(packed: Mapping[str, Tensor], geometry: Geometry) -> tuple[Matrix, Matrix]:
+    """The inverse of stored: w13 and down, rows in the kernel's order."""
+    rows, hidden, inner = geometry.w13_rows, geometry.padded_hidden, geometry.padded_intermediate
+    return (
+        Matrix(packed["w13_weight"], unswizzle(packed["w13_weight_scale"], rows, hidden // 16)),
+        Matrix(packed["w2_weight"], unswizzle(packed["w2_weight_scale"], hidden, inner // 16)),
+    )
 
 
 def tensor_names(engine: Engine) -> dict[str, str]:

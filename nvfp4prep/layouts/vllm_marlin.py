@@ -96,6 +96,11 @@ def scale_factor(largest_code: int, facts: LayerFacts) -> float:
     return 2.0 ** math.floor(math.log2(E4M3_VALUES[-1] / largest))
 
 
+def with_factors(facts: LayerFacts, largest_w13: int, largest_w2: int) -> LayerFacts:
+    """The facts with the factors that a rank's largest E4M3 codes ask for."""
+    return replace(facts, w13_factor=scale_factor(largest_w13, facts), w2_factor=scale_factor(largest_w2, facts))
+
+
 @lru_cache(maxsize=64)
 def recode_table(factor: float, flush: bool) -> Tensor:
     """S0E5M3 byte of each E4M3 code: the upper 8 bits below the sign of half(value · factor · 2^7). U8 [256].

@@ -277,10 +277,9 @@ def _facts(subject: Subject, moe: MoeLayer, rank: Rank, packed: PackedLayer, log
     w13 = w2 = 0
     for expert in packed.experts:
         part = slice_expert(logical.expert(expert), target.share(moe, rank.tp), rank.tp == 0)
-        w13 = max(w13, *(packing.largest_code(half.scale) for half in (part.gate, part.up) if half is not None))
-        w2 = max(w2, packing.largest_code(part.down.scale))
-    factors = vllm_marlin.scale_factor(w13, plain), vllm_marlin.scale_factor(w2, plain)
-    return replace(plain, w13_factor=factors[0], w2_factor=factors[1])
+        own = packing.largest_codes(part)
+        w13, w2 = max(w13, own[0]), max(w2, own[1])
+    return vllm_marlin.with_factors(plain, w13, w2)
 
 
 def _part_of(scales: Scales, experts: range) -> Scales:

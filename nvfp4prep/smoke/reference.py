@@ -5,10 +5,10 @@ Nothing here knows a kernel's layout. `numerics` holds the arithmetic.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +16,13 @@ from torch import Tensor
 
 from nvfp4prep.blockscales import half_of
 from nvfp4prep.experts import Read
-from nvfp4prep.header import TensorInfo
 from nvfp4prep.layouts.logical import Activation, Expert, Matrix, Scales
 from nvfp4prep.numerics import dequantize_nvfp4, quantize_dequantize_nvfp4
 from nvfp4prep.packing import reader
 from nvfp4prep.schema import FLOAT_DTYPES, GateUpOrder, Linear, MoeLayer, build_schema, gate_up_order
 from nvfp4prep.smoke.layer import LogicalLayer, Routing, Weights
 from nvfp4prep.smoke.rounding import FOLDED, NO_ROUNDING, Rounding, weighted_sum
-from nvfp4prep.source import Source, read_range, refuse
+from nvfp4prep.source import Source, read_tensor, refuse
 from nvfp4prep.targets import Target
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -198,7 +197,7 @@ def reference_weights(source: Source, config: Mapping[str, Any], moe: MoeLayer) 
     """
     found = _same_layer(build_schema(source.tensors, config).moe_layers, moe, source)
     _check_kind(found, moe, source)
-    read = reader(_read_from(source), source.tensors)
+    read = reader(partial(read_tensor, source), source.tensors)
     if found.gate_up is not None and found.down is not None:
         return _fused_reader(found.gate_up, found.down, moe, gate_up_order(config), read, source)
 
@@ -284,14 +283,3 @@ def _fused_reader(
         return replace(weights, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
 
     return fused
-
-
-def _read_from(source: Source) -> Callable[[TensorInfo, int, int], bytes]:
-    def read(tensor: TensorInfo, start: int, length: int) -> bytes:
-        descriptor = source.open_shard(tensor.file)
-        try:
-            return read_range(descriptor, tensor.file, tensor.start + start, length)
-        finally:
-            os.close(descriptor)
-
-    return read

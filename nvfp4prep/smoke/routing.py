@@ -17,7 +17,6 @@ Read from: vLLM 0.33.0 (`model_executor/models/*.py`, `fused_moe/router/grouped_
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -29,7 +28,7 @@ from nvfp4prep.header import TensorInfo
 from nvfp4prep.layouts.logical import LayoutError
 from nvfp4prep.schema import MoeLayer
 from nvfp4prep.smoke.layer import Routing
-from nvfp4prep.source import Source, read_range
+from nvfp4prep.source import Source, read_tensor
 
 Kind = Literal["softmax", "sigmoid", "topk-softmax"]
 
@@ -368,9 +367,4 @@ def _read(source: Source, tensor: TensorInfo) -> Tensor:
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise LayoutError(f"{tensor.name}: a router stored as {tensor.dtype}; F32, BF16 or F16 was expected")
-    descriptor = source.open_shard(tensor.file)
-    try:
-        raw = read_range(descriptor, tensor.file, tensor.start, tensor.end - tensor.start)
-    finally:
-        os.close(descriptor)
-    return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(tensor.shape).float()
+    return torch.frombuffer(bytearray(read_tensor(source, tensor)), dtype=dtype).reshape(tensor.shape).float()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from nvfp4prep import packing
-from nvfp4prep.checkpoint import scale_values
 from nvfp4prep.convert import Prepared
 from nvfp4prep.experts import Read, join_slices, load_expert, slice_expert
 from nvfp4prep.layouts.logical import Expert, LayerFacts, Scales
@@ -146,7 +145,7 @@ def _real_of(real: Real) -> tuple[Callable[[MoeLayer], Callable[[int], Weights]]
     prepared = real.source
     read = Mapped(prepared.checkpoint.source)
     layers = {moe.path: moe for moe in prepared.checkpoint.schema.nvfp4_layers}
-    stored = Resolution(scale_values(prepared.checkpoint), {}, (), (), ())
+    stored = Resolution(prepared.checkpoint.scale_values, {}, (), (), ())
 
     def of_layer(moe: MoeLayer) -> Callable[[int], Weights]:
         own = layers[moe.path]
@@ -229,9 +228,8 @@ def _parameters_of(
         if job is not None and prepared is not None:
             made = packing.rank_parameters(layers[moe.path], rank, job, prepared.resolution)
         else:
-            own = key_of(folder, target.own_prefix(moe))
-            scalars = {key[len(own) :]: read(key) for key in tensors if key.startswith(own)}
-            facts, scales = packing.stored_facts(moe, rank, 0, target, read), _stored_scales(moe, scalars)
+            scales = _stored_scales(moe, _stored_scalars(moe, rank, target, packed.source, read))
+            facts = packing.stored_facts(moe, rank, 0, target, read)
             kernel = target.module.scalars(scales, activation_of(packed.config, moe.gated), facts)
             made = {
                 target.prefix(moe) + name: value
@@ -261,14 +259,19 @@ def stored_layer(
     if "w13_weight" not in present:
         return None
     experts = target.experts(moe, rank.ep)
-    prefix = key_of(folder, target.own_prefix(moe))
-    scalars = {key[len(prefix) :]: read(key) for key in source.tensors if key.startswith(prefix)}
+    scalars = _stored_scalars(moe, rank, target, source, read)
     facts = packing.stored_facts(moe, rank, 0, target, read)
     scales = _stored_scales(moe, scalars)
     activation = activation_of(config, moe.gated)
     geometry = target.geometry(moe, rank.tp)
     packed = {tensor: read(key) for tensor, key in present.items()}
     return PackedLayer(target, geometry, activation, facts, experts, packed, scalars, scales)
+
+
+def _stored_scalars(moe: MoeLayer, rank: Rank, target: Target, source: Source, read: Mapped) -> dict[str, Tensor]:
+    """Everything stored under `nvfp4prep.` for a layer and rank, without prefix."""
+    prefix = key_of(target.folder(rank), target.own_prefix(moe))
+    return {key[len(prefix) :]: read(key) for key in source.tensors if key.startswith(prefix)}
 
 
 def _stored_scales(moe: MoeLayer, scalars: Mapping[str, Tensor]) -> Scales:

@@ -14,21 +14,18 @@ from torch.nn.functional import pad as pad_zeros
 
 from nvfp4prep.errors import EnvironmentFault
 from nvfp4prep.smoke.layer import PackedLayer, Routing
+from nvfp4prep.targets import present_capability
 
 _SOLD_AS = {"sm100": "B200", "sm103": "B300", "sm120": "RTX 50 and RTX PRO", "sm121": "DGX Spark"}
+
+
+capability = present_capability
+"""The GPU's compute capability (sm100), or None without a GPU."""
 
 
 def device() -> torch.device:
     """The current CUDA device."""
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def capability() -> str | None:
-    """The current GPU's compute capability (sm100), or None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm{major}{minor}"
 
 
 def gpu_problem(kernel: str, gpus: Sequence[str]) -> str | None:
@@ -37,8 +34,12 @@ def gpu_problem(kernel: str, gpus: Sequence[str]) -> str | None:
     if present in gpus:
         return None
     needs = ", ".join(f"{gpu.upper()} ({_SOLD_AS[gpu]})" for gpu in gpus)
-    found = "this machine has no CUDA GPU" if present is None else f"this machine's GPU is {present.upper()}"
-    return f"{kernel} needs a GPU of {needs}; {found}"
+    return f"{kernel} needs a GPU of {needs}; {found_instead(present)}"
+
+
+def found_instead(present: str | None) -> str:
+    """What this machine has, by its capability."""
+    return "this machine has no CUDA GPU" if present is None else f"this machine's GPU is {present.upper()}"
 
 
 def require(problem: str | None) -> None:
@@ -130,6 +131,20 @@ def quantize(x: Tensor, scale: Tensor, swizzled: bool) -> tuple[Tensor, Tensor]:
         x, scale, sf_vec_size=16, sf_use_ue8m0=False, is_sf_swizzled_layout=swizzled, nvfp4_4over6=None
     )
     return codes, block
+
+
+def quantized_input(
+    layer: PackedLayer, x: Tensor, scalars: Mapping[str, Tensor], where: torch.device, swizzled: bool
+) -> tuple[Tensor, Tensor]:
+    """x [T, H] padded and quantised with the layer's input scale: see `quantize`."""
+    hidden_states = padded_input(layer, x, where, torch.bfloat16)
+    return quantize(hidden_states, scalars["w13_input_scale_quant"][:1], swizzled)
+
+
+def activation_type(layer: PackedLayer) -> Any:
+    """FlashInfer's ActivationType of the layer."""
+    kinds = importlib.import_module("flashinfer.tllm_enums").ActivationType
+    return kinds.Relu2 if layer.activation.kind == "relu2" else kinds.Swiglu
 
 
 def only_output(result: Tensor | Sequence[Tensor]) -> Tensor:

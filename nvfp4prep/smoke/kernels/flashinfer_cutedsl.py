@@ -45,8 +45,6 @@ def run(layer: PackedLayer, x: Tensor, routing: Routing) -> Tensor:
 
 def wrapper_arguments(layer: PackedLayer, routing: Routing, where: torch.device) -> dict[str, Any]:
     """Every argument of the wrapper's constructor, by name."""
-    enums = importlib.import_module("flashinfer.tllm_enums")
-    relu2 = layer.activation.kind == "relu2"
     swiglu = {
         f"swiglu_{name}": value
         for name, value in (
@@ -65,7 +63,7 @@ def wrapper_arguments(layer: PackedLayer, routing: Routing, where: torch.device)
         "local_expert_offset": layer.experts.start,
         "output_dtype": torch.bfloat16,
         "device": str(where),
-        "activation_type": int(enums.ActivationType.Relu2 if relu2 else enums.ActivationType.Swiglu),
+        "activation_type": int(common.activation_type(layer)),
         "quant_mode": "w4a4",
         **swiglu,
     }
@@ -74,8 +72,7 @@ def wrapper_arguments(layer: PackedLayer, routing: Routing, where: torch.device)
 def arguments(layer: PackedLayer, x: Tensor, routing: Routing, where: torch.device) -> dict[str, Any]:
     """Every argument of `run`, by name."""
     scalars = common.moved(layer.scalars, where)
-    hidden_states = common.padded_input(layer, x, where, torch.bfloat16)
-    codes, block = common.quantize(hidden_states, scalars["w13_input_scale_quant"][:1], swizzled=False)
+    codes, block = common.quantized_input(layer, x, scalars, where, swizzled=False)
     activations = {
         "x": codes,
         "x_sf": block.reshape(len(codes), -1, 1),

@@ -41,9 +41,7 @@ def run(layer: PackedLayer, x: Tensor, routing: Routing) -> Tensor:
 def arguments(layer: PackedLayer, x: Tensor, routing: Routing, where: torch.device) -> dict[str, Any]:
     """Every argument of the call, by name."""
     scalars = common.moved(layer.scalars, where)
-    hidden_states = common.padded_input(layer, x, where, torch.bfloat16)
-    codes, block = common.quantize(hidden_states, scalars["w13_input_scale_quant"][:1], swizzled=True)
-    enums = importlib.import_module("flashinfer.tllm_enums")
+    codes, block = common.quantized_input(layer, x, scalars, where, swizzled=True)
     activations = {
         "input": codes,
         "input_sf": block,
@@ -55,9 +53,7 @@ def arguments(layer: PackedLayer, x: Tensor, routing: Routing, where: torch.devi
         "tp_rank": 0,
         "ep_size": layer.target.ep,
         "ep_rank": layer.experts.start // len(layer.experts),
-        "activation_type": (
-            enums.ActivationType.Relu2 if layer.activation.kind == "relu2" else enums.ActivationType.Swiglu
-        ),
+        "activation_type": common.activation_type(layer),
     }
     return layout.kernel_args(common.moved(layer.packed, where), scalars, activations)
 

@@ -44,10 +44,8 @@ def run(layer: PackedLayer, x: Tensor, routing: Routing) -> Tensor:
 def arguments(layer: PackedLayer, x: Tensor, routing: Routing, where: torch.device) -> dict[str, Any]:
     """Every argument of the call, by name."""
     scalars = common.moved(layer.scalars, where)
-    hidden_states = common.padded_input(layer, x, where, torch.bfloat16)
-    codes, block = common.quantize(hidden_states, scalars["w13_input_scale_quant"][:1], swizzled=False)
+    codes, block = common.quantized_input(layer, x, scalars, where, swizzled=False)
     enums = importlib.import_module("flashinfer.tllm_enums")
-    activation = enums.ActivationType.Relu2 if layer.activation.kind == "relu2" else enums.ActivationType.Swiglu
     activations = {
         "topk_ids": (common.expert_ids(routing, where), common.expert_weights(routing, where)),
         "routing_bias": None,
@@ -63,7 +61,7 @@ def arguments(layer: PackedLayer, x: Tensor, routing: Routing, where: torch.devi
         "routed_scaling_factor": None,
         "routing_method_type": _NOT_USED,
         "do_finalize": True,
-        "activation_type": int(activation),
+        "activation_type": int(common.activation_type(layer)),
         "hidden_states_scale_layout": enums.SfLayout.layout_linear,
     }
     return layout.kernel_args(common.moved(layer.packed, where), scalars, activations)

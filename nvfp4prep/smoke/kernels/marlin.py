@@ -88,8 +88,7 @@ def available() -> str | None:
     """None if the kernel can run here, else why not and what to install. Loads the library."""
     present = common.capability()
     if present is None or int(present[2:]) < 75:
-        found = "this machine has no CUDA GPU" if present is None else f"this machine's GPU is {present.upper()}"
-        return f"{layout.REQUIRES.kernel} needs a GPU of SM75 or newer; {found}"
+        return f"{layout.REQUIRES.kernel} needs a GPU of SM75 or newer; {common.found_instead(present)}"
     return _load()
 
 
@@ -319,11 +318,7 @@ def golden_layer(golden: Mapping[str, Tensor]) -> tuple[PackedLayer, Tensor, Rou
     nibbles13, codes13 = golden["w13_packed_nibbles"], golden["w13_scale"]
     nibbles2, codes2 = golden["w2_packed_nibbles"], golden["w2_scale"]
     half = nibbles13.shape[1] // 2
-    plain = LayerFacts()
-    facts = LayerFacts(
-        w13_factor=layout.scale_factor(int(codes13.max()), plain),
-        w2_factor=layout.scale_factor(int(codes2.max()), plain),
-    )
+    facts = layout.with_factors(LayerFacts(), int(codes13.max()), int(codes2.max()))
     geometry = plan_geometry(
         layout.REQUIRES,
         "vllm",
