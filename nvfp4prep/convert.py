@@ -21,7 +21,6 @@ from nvfp4prep.plan import Plan, index_of, key_of, make_plan, merge
 from nvfp4prep.scales import (
     ImputePolicy,
     InputScalePolicy,
-    RescaleCounts,
     Resolution,
     ScalePolicy,
     changes,
@@ -102,10 +101,6 @@ class Result:
     def manifest(self) -> Mapping[str, Any]:
         """The first target's manifest."""
         return self.manifests[0]
-
-    def rescaled(self, job: int = 0) -> dict[str, RescaleCounts]:
-        """What rescaling did for one target."""
-        return self.outcome.rescaled_by(job)
 
 
 def prepare(spec: str, options: Options) -> Prepared:
