@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-Severity = Literal["error", "warning", "info"]
+from nvfp4prep.rules import BY_NAME, Rule, Severity
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing noticed: what was found, what was expected, and what to do next, with where it is.
 
-    `rule` is a stable kebab-case id; `experts` are expert ids of `layer`.
+    `rule` is a name in `rules.RULES`; `experts` are expert ids of `layer`; `projection` is gate, up, down, w13, w2 or a
+    linear's name; `values` are the numbers that the message is about; `target` is the target it is about, if not all.
     """
 
     rule: str
@@ -23,17 +26,53 @@ class Finding:
     tensor: str | None = None
     layer: int | None = None
     experts: tuple[int, ...] = ()
+    projection: str | None = None
+    values: Mapping[str, float] = field(default_factory=dict)
+    target: str | None = None
 
-    def __str__(self) -> str:
+    @property
+    def entry(self) -> Rule:
+        """The rule in the catalogue."""
+        return BY_NAME[self.rule]
+
+    @property
+    def id(self) -> str:
+        return self.entry.id
+
+    @property
+    def place(self) -> str:
+        """Where it is, for a person: layer 3, experts 0-2, tensor, file."""
         place = [f"layer {self.layer}"] if self.layer is not None else []
         if self.experts:
             place.append(f"expert{'s' if len(self.experts) > 1 else ''} {ranges(self.experts)}")
-        place += [part for part in (self.tensor, self.file) if part]
-        return printable(f"{self.severity} [{self.rule}] {', '.join(place) + ': ' if place else ''}{self.message}")
+        return printable(", ".join([*place, *(part for part in (self.tensor, self.file) if part)]))
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same thing at the same place, whatever its values are: what a baseline remembers."""
+        parts = (self.rule, self.file, self.tensor, self.layer, self.projection, self.target, ranges(self.experts))
+        return hashlib.sha256("\0".join(map(str, parts)).encode("utf-8", "backslashreplace")).hexdigest()[:32]
+
+    def __str__(self) -> str:
+        place = f"{self.place}: " if self.place else ""
+        return printable(f"{self.severity} {self.id} [{self.rule}] {place}{self.message}")
 
     def to_json(self) -> dict[str, Any]:
-        """The finding as JSON, without empty places."""
-        return {key: value for key, value in asdict(self).items() if value not in (None, ())}
+        """The finding as JSON, without empty places; experts as ids, and as a person reads them."""
+        entry: dict[str, Any] = {"id": self.id, "rule": self.rule, "severity": self.severity, "message": self.message}
+        for key in ("file", "tensor", "layer", "projection", "target"):
+            if getattr(self, key) is not None:
+                entry[key] = getattr(self, key)
+        if self.experts:
+            entry |= {"experts": list(self.experts), "expert_ranges": ranges(self.experts)}
+        if self.values:
+            entry["values"] = {key: json_number(value) for key, value in self.values.items()}
+        return entry | {"fix": self.entry.fix, "fingerprint": self.fingerprint}
+
+
+def json_number(value: float) -> float | str:
+    """A number, or what JSON has no number for as text."""
+    return value if math.isfinite(value) else str(value)
 
 
 def printable(text: str) -> str:
