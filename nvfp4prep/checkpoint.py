@@ -11,7 +11,8 @@ from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
 from nvfp4prep.errors import InputRefused
 from nvfp4prep.findings import Finding
-from nvfp4prep.schema import SCALAR_PARAMS, Format, MoeLayer, Schema, build_schema
+from nvfp4prep.model_config import is_tied
+from nvfp4prep.schema import SCALAR_PARAMS, Format, Schema, build_schema
 from nvfp4prep.source import Source, open_source, read_json
 from nvfp4prep.survey import read_values
 
@@ -64,35 +65,7 @@ def read_checkpoint(spec: str) -> Checkpoint:
     exclude, weight_only = None, frozenset[str]()
     if quant is not None:
         findings += qc.check_config(schema, quant)
-        exclude = qc.rewrite_exclude(schema, quant.exclude, _is_tied(config))
+        exclude = qc.rewrite_exclude(schema, quant.exclude, is_tied(config))
         findings += exclude.findings
         weight_only = qc.weight_only_modules(schema, quant)
-    findings += [finding for moe in schema.moe_layers for finding in _pre_quant_scale(moe)]
     return Checkpoint(source, config, schema, quant, exclude, weight_only, previous, tuple(findings))
-
-
-def _is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether lm_head is tied to the embedding, by config.json or its text_config."""
-    text = config.get("text_config")
-    sections = (config, text if isinstance(text, Mapping) else {})
-    return any(section.get("tie_word_embeddings") is True for section in sections)
-
-
-def _pre_quant_scale(moe: MoeLayer) -> list[Finding]:
-    """An error when only some experts of a GEMM have a pre_quant_scale."""
-    findings = []
-    for gemm, linears in (("w13", moe.w13), ("w2", moe.w2)):
-        without = [linear for linear in linears if "pre_quant_scale" not in linear.params]
-        if without and len(without) < len(linears):
-            ids = tuple(sorted({linear.expert for linear in without if linear.expert is not None}))
-            findings.append(
-                Finding(
-                    "pre-quant-scale-missing",
-                    "error",
-                    f"{moe.path} {gemm}: {len(without)} of {len(linears)} linears lack pre_quant_scale; export again",
-                    tensor=without[0].tensor_name("pre_quant_scale"),
-                    layer=moe.layer,
-                    experts=ids,
-                )
-            )
-    return findings

@@ -35,6 +35,7 @@ from nvfp4prep.findings import printable
 if TYPE_CHECKING:
     from nvfp4prep.convert import Prepared, Result
     from nvfp4prep.findings import Finding
+    from nvfp4prep.validation import Report
 
 _SHOWN_FINDINGS = 40
 _PIPE_WIDTH = 140
@@ -129,6 +130,22 @@ class _Counts(click.ParamType[tuple[int, ...]]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         return value if isinstance(value, tuple) else _numbers(self, value, 1, param, ctx)
+
+
+class _Rules(click.ParamType[frozenset[str]]):
+    """Rules: ids, beginnings of ids, names; commas between them."""
+
+    name = "rules"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> frozenset[str]:
+        from nvfp4prep.rules import picked
+
+        if isinstance(value, frozenset):
+            return value
+        try:
+            return picked(word.strip() for word in value.split(","))
+        except ValueError as error:
+            self.fail(f"no rule is called {str(error)!r}; nvfp4prep rules lists them", param, ctx)
 
 
 def _numbers(
@@ -261,6 +278,7 @@ def convert(
         from nvfp4prep import convert as conversion
         from nvfp4prep import writer
         from nvfp4prep.checkpoint import read_checkpoint
+        from nvfp4prep.options import Options
 
         threads = workers or conversion.default_workers()
         names = _resolve_targets(targets, gpu)
@@ -273,7 +291,7 @@ def convert(
         checkpoint = read_checkpoint(src)
         prepared = []
         for number, name in enumerate(names):
-            options = conversion.Options(name, max_shard_bytes=max_shard_size, **choices)
+            options = Options(name, max_shard_bytes=max_shard_size, **choices)
             folder = name if len(names) > 1 else ""
             prepared.append(conversion.decide(checkpoint, options, folder, number, threads))
             if not (as_json or quiet):
@@ -386,7 +404,7 @@ def smoke(
     """Check that CKPT, packed or to be packed in memory, computes the right thing: exit 0 passed, 1 failed."""
     to_stdout = json_file is not None and str(json_file) == "-"
     with _stops(to_stdout):
-        from nvfp4prep.convert import Options
+        from nvfp4prep.options import Options
         from nvfp4prep.smoke import view
         from nvfp4prep.smoke.check import Settings, check
         from nvfp4prep.smoke.run import subject_of
@@ -413,6 +431,160 @@ def smoke(
             json_file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
         if not passed:
             sys.exit(EXIT_CHECK_FAILED)
+
+
+@main.command(short_help="Judge a checkpoint by every rule: for CI.")
+@click.argument("src")
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    type=click.Choice(_TARGETS),
+    help="What it is to become; repeated.  [default: hf]",
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["vllm", "sglang"]),
+    default="vllm",
+    show_default=True,
+    help="Packed targets: whose padding.",
+)
+@click.option("--tp", type=click.IntRange(1, 1024), default=1, show_default=True, help="Packed targets: TP ranks.")
+@click.option("--ep", type=click.IntRange(1, 1024), default=1, show_default=True, help="Packed targets: EP ranks.")
+@click.option("--gpu", type=click.Choice(_GPUS), help="For --target auto.  [default: the one present]")
+@click.option(
+    "--level",
+    type=click.Choice(["headers", "scales", "full"]),
+    default="scales",
+    show_default=True,
+    help="What is read: headers and JSON; scalar scales too; every quantised byte, and digests of our own outputs.",
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "junit", "sarif", "github"]),
+    default="text",
+    show_default=True,
+    help="How findings are written.",
+)
+@click.option(
+    "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write them to a file.  [default: stdout]"
+)
+@click.option("--select", multiple=True, type=_Rules(), help="Only these rules: ids, beginnings of ids, names.")
+@click.option("--ignore", multiple=True, type=_Rules(), help="Not these rules.")
+@click.option(
+    "--severity",
+    type=click.Choice(["error", "warning", "info"]),
+    default="info",
+    show_default=True,
+    help="The mildest that is shown.",
+)
+@click.option(
+    "--fail-on",
+    type=click.Choice(["error", "warning"]),
+    default="error",
+    show_default=True,
+    help="The mildest with which the exit code is 1.",
+)
+@click.option(
+    "--baseline",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="An earlier run's --format json: its findings don't count.",
+)
+@click.option("--workers", type=click.IntRange(1, 256), help="Threads, at level full.  [default: the CPUs, at most 8]")
+def validate(
+    src: str,
+    targets: tuple[str, ...],
+    engine: Any,
+    tp: int,
+    ep: int,
+    gpu: str | None,
+    level: Any,
+    form: str,
+    output: Path | None,
+    select: tuple[frozenset[str], ...],
+    ignore: tuple[frozenset[str], ...],
+    severity: Any,
+    fail_on: Any,
+    baseline: Path | None,
+    workers: int | None,
+) -> None:
+    """Judge SRC, a directory or Hub repo, by every rule that the level reaches (nvfp4prep rules).
+
+    An error is what no conversion makes right, and convert refuses; a warning what engines disagree about or read
+    wrong as it stands, and convert repairs or names; an info worth knowing.
+
+    Exit codes: 0 passed; 1 findings reach --fail-on; 2 usage; 3 SRC is no checkpoint; 4 I/O or environment.
+    """
+    with _stops(form == "json" and output is None):
+        from nvfp4prep import validation
+        from nvfp4prep.convert import default_workers
+        from nvfp4prep.options import Options
+        from nvfp4prep.rules import BY_NAME
+
+        known = validation.fingerprints(baseline) if baseline is not None else frozenset()
+        chosen = frozenset[str]().union(*select) if select else frozenset(BY_NAME)
+        asked = [Options(name, engine=engine, tp=tp, ep=ep) for name in _resolve_targets(targets, gpu)]
+        with _scanning(level == "full") as advance:
+            found = validation.validate(src, level, asked if targets else (), workers or default_workers(), advance)
+        found = validation.selected(found, chosen.difference(*ignore), known)
+        _write_findings(validation.at_least(found, severity), form, output)
+        if found.fails(fail_on):
+            sys.exit(EXIT_CHECK_FAILED)
+
+
+def _write_findings(found: Report, form: str, output: Path | None) -> None:
+    """A report in a format, to stdout or to a file that appears whole."""
+    if form == "text":
+        from nvfp4prep import validation_view
+
+        view = validation_view.report(found)
+        if output is None:
+            _print(view)
+            return
+        text = _plain_lines(view)
+    else:
+        from nvfp4prep.formats import FORMATS
+
+        text = FORMATS[form](found)
+    if output is None:
+        _say(text if text.endswith("\n") else text + "\n")
+    else:
+        _replace_file(output, text)
+
+
+def _replace_file(path: Path, text: str) -> None:
+    """Write a file beside its name first, so that the name never holds a part of it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@main.command(short_help="List the rules, or explain one.")
+@click.argument("rule", required=False)
+@_json_option
+def rules(rule: str | None, as_json: bool) -> None:
+    """List the rules of validate, or explain one: its id (NVP401) or name."""
+    with _stops(as_json):
+        from nvfp4prep import rules_view
+        from nvfp4prep.rules import BY_ID, BY_NAME, RULES
+
+        if rule is None:
+            if as_json:
+                _print_json({"rules": [rules_view.to_json(one) for one in RULES]})
+            else:
+                _print(rules_view.table(RULES))
+            return
+        found = BY_ID.get(rule.upper()) or BY_NAME.get(rule)
+        if found is None:
+            raise UsageFault(f"no rule {rule}; nvfp4prep rules lists them")
+        if as_json:
+            _print_json(rules_view.to_json(found))
+        else:
+            _print(rules_view.detail(found))
 
 
 @main.command(short_help="List the packed targets.")
@@ -632,11 +804,17 @@ def _print(renderable: Any) -> None:
 
     if sys.stdout is not None and sys.stdout.isatty():
         Console(highlight=False).print(renderable)
-        return
+    else:
+        _say(_plain_lines(renderable))
+
+
+def _plain_lines(renderable: Any) -> str:
+    from rich.console import Console
+
     console = Console(highlight=False, width=_PIPE_WIDTH, file=io.StringIO(), soft_wrap=True)
     console.print(renderable, soft_wrap=True)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    _say("".join(line.rstrip() + "\n" for line in lines))
+    return "".join(line.rstrip() + "\n" for line in lines)
 
 
 def _print_to_stderr(renderable: Any) -> None:
@@ -692,6 +870,25 @@ def _progress(total: int, *, bar: bool, enabled: bool) -> Iterator[Callable[[int
             yield advance
     else:
         yield _lines(total) if enabled else lambda _: None
+
+
+@contextmanager
+def _scanning(enabled: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal while bytes are read."""
+    if not enabled or sys.stderr is None or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("reading", total=None)
+
+        def advance(count: int, total: int) -> None:
+            progress.update(task, total=total, advance=count)
+
+        yield advance
 
 
 @contextmanager

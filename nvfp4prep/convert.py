@@ -8,8 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
+from nvfp4prep import checks, validation
 from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
 from nvfp4prep.checkpoint import Checkpoint, read_checkpoint
@@ -17,51 +18,16 @@ from nvfp4prep.errors import InputRefused
 from nvfp4prep.execute import Job, Outcome, execute, shard_digests
 from nvfp4prep.findings import Finding, errors
 from nvfp4prep.header import TensorInfo
+from nvfp4prep.options import Options, ask
 from nvfp4prep.plan import Plan, index_of, key_of, make_plan, merge
-from nvfp4prep.scales import (
-    ImputePolicy,
-    InputScalePolicy,
-    Resolution,
-    ScalePolicy,
-    changes,
-    output_shape,
-    resolve,
-)
+from nvfp4prep.scales import Resolution, ScalePolicy, changes, output_shape, resolve
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Schema
 from nvfp4prep.source import INDEX, verify_unchanged
 from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space, file_sizes
 
-if TYPE_CHECKING:
-    from nvfp4prep.layouts.logical import ActivationDtype, Engine
-    from nvfp4prep.packing import PackJob
-
 DEFAULT_SHARD_BYTES = 5_000_000_000
 _MOST_SHARD_BYTES = 1 << 62
 _REWRITTEN = (qc.CONFIG, qc.HF_QUANT_CONFIG, manifests.MANIFEST)
-
-W13Choice = Literal["auto", "split", "unify"]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the command line asks for, for one target. `max_shard_bytes` None: the previous run's, or 5 GB.
-
-    `engine`, `tp`, `ep` and `activation_dtype` are for packed targets.
-    """
-
-    target: str = "hf"
-    input_scale: InputScalePolicy = "layer-max"
-    w13_scale: W13Choice = "auto"
-    impute: ImputePolicy = "none"
-    max_shard_bytes: int | None = None
-    engine: Engine = "vllm"
-    tp: int = 1
-    ep: int = 1
-    activation_dtype: ActivationDtype = "bf16"
-
-    def policy(self) -> ScalePolicy:
-        """How target `hf` resolves scales: it unifies, since no engine reads two global scales right everywhere."""
-        return ScalePolicy(self.input_scale, "unify" if self.w13_scale == "auto" else self.w13_scale, self.impute)
 
 
 @dataclass(frozen=True)
@@ -108,6 +74,17 @@ def prepare(spec: str, options: Options) -> Prepared:
     return decide(read_checkpoint(spec), options)
 
 
+def findings_of(checkpoint: Checkpoint) -> list[Finding]:
+    """What the headers and JSON files of a checkpoint say against converting it, and what else was noticed."""
+    findings = [*checkpoint.findings, *checks.found(checks.HEADERS, checkpoint)]
+    int4 = list(checkpoint.schema.of_format(Format.INT4))
+    if int4:
+        weight = int4[0].params["weight"]
+        message = f"{len(int4)} linears are int4; this version converts NVFP4 checkpoints only; int4 is planned"
+        findings.append(Finding("int4", "error", message, weight.file, weight.name))
+    return findings
+
+
 def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: int = 0, workers: int = 1) -> Prepared:
     """Decide a conversion to one target in full.
 
@@ -122,25 +99,27 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
         InputRefused: with every error found.
         EnvironmentFault: I/O.
     """
-    if checkpoint.quant is None or checkpoint.exclude is None or errors(checkpoint.findings):
-        raise InputRefused(errors(checkpoint.findings))
+    found = findings_of(checkpoint)
+    if checkpoint.quant is None or checkpoint.exclude is None or errors(found):
+        raise InputRefused(errors(found))
     source, schema = checkpoint.source, checkpoint.schema
     shard_bytes = options.max_shard_bytes or _previous_shard_bytes(checkpoint.manifest) or DEFAULT_SHARD_BYTES
-    if options.target == "hf":
-        policy, job = options.policy(), None
-    else:
-        policy, job = _packed(checkpoint, options, folder)
-    resolution = resolve(schema, checkpoint.scale_values, checkpoint.weight_only, policy)
-    if errors(resolution.findings):
-        raise InputRefused(errors(resolution.findings))
-    if job is None:
+    asked = ask(checkpoint, options)
+    policy = asked.policy
+    resolution = resolve(schema, checkpoint.scale_values, asked.weight_only, policy)
+    found += [*checks.found(checks.SCALES, checkpoint), *resolution.findings]
+    if errors(found):
+        raise InputRefused(errors(found))
+    job = None
+    if asked.target is None:
         plan = make_plan(
-            source.tensors, source.metadata, schema, policy, checkpoint.weight_only, shard_bytes, folder, number
+            source.tensors, source.metadata, schema, policy, asked.weight_only, shard_bytes, folder, number
         )
     else:
         from nvfp4prep import packing
         from nvfp4prep.layouts.logical import LayoutError
 
+        job = packing.PackJob(asked.target, folder, checkpoint.config, checkpoint.scale_values, {})
         try:
             job = packing.with_facts(job, source, schema, resolution, workers)
             plan = packing.make_packed_plan(
@@ -148,7 +127,7 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
                 source.metadata,
                 schema,
                 policy,
-                checkpoint.weight_only,
+                asked.weight_only,
                 shard_bytes,
                 job,
                 resolution,
@@ -156,28 +135,10 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
             )
         except LayoutError as error:
             raise InputRefused([Finding("target-refused", "error", f"{job.target.layout}: {error}")]) from None
-    findings = [*checkpoint.findings, *resolution.findings]
     if job is None:
-        findings += _form_warnings(schema, policy, resolution)
+        found += _form_warnings(schema, policy, resolution)
     quant = qc.rewrite(schema, checkpoint.quant, checkpoint.exclude)
-    return Prepared(
-        checkpoint, options, policy, shard_bytes, plan, Job(resolution, job), quant, tuple(findings), folder
-    )
-
-
-def _packed(checkpoint: Checkpoint, options: Options, folder: str) -> tuple[ScalePolicy, PackJob]:
-    """Scale policy and job of a packed target. Raises InputRefused."""
-    from nvfp4prep import packing, targets
-
-    target = targets.Target(options.target, options.engine, options.tp, options.ep, options.activation_dtype)
-    refused = targets.check_target(
-        checkpoint.schema, checkpoint.config, checkpoint.weight_only, target, options.w13_scale, options.input_scale
-    )
-    if refused:
-        raise InputRefused(refused)
-    w13 = targets.w13_policy_of(checkpoint.schema, checkpoint.config, target, options.w13_scale)
-    job = packing.PackJob(target, folder, checkpoint.config, checkpoint.scale_values, {})
-    return ScalePolicy(options.input_scale, w13, options.impute), job
+    return Prepared(checkpoint, options, policy, shard_bytes, plan, Job(resolution, job), quant, tuple(found), folder)
 
 
 def _previous_shard_bytes(manifest: Mapping[str, Any] | None) -> int | None:
@@ -259,7 +220,7 @@ def write_all(
     CheckFailed, they stay under OUT.partial and OUT does not appear.
 
     Raises:
-        CheckFailed: by `check`.
+        CheckFailed: by `check`, or the output does not pass `validate`.
         InputRefused: a side file has the name of a file or folder of the output.
         UsageFault: the destination can't be used.
         EnvironmentFault: I/O; nothing is left under `out`.
@@ -283,7 +244,12 @@ def write_all(
         digests = shard_digests(plan, outcome)
         written = [_manifest(prepared, number, outcome, digests) for number, prepared in enumerate(targets)]
         small = [_small_files(prepared, manifest) for prepared, manifest in zip(targets, written, strict=True)]
-        output.publish([file for files in small for file in files], overwrite=overwrite)
+
+        def validate(root: Path) -> None:
+            for prepared in targets:
+                validation.check_output(root / prepared.folder, prepared.options)
+
+        output.publish([file for files in small for file in files], overwrite=overwrite, check=validate)
     return Result(out, tuple(written), outcome)
 
 
@@ -336,7 +302,7 @@ def _manifest(prepared: Prepared, number: int, outcome: Outcome, digests: Mappin
         "source_fingerprint": print_,
         "options": manifests.options_entry(prepared.options.target, prepared.policy, prepared.max_shard_bytes),
         "changes": _changes(prepared),
-        "findings": [finding.to_json() for finding in prepared.findings],
+        "findings": [_lasting(finding) for finding in prepared.findings],
         "input_scales": [manifests.input_scale_entry(report) for report in prepared.resolution.input_scales],
         "weight_scale_2": [
             manifests.global_scale_entry(report, rescaled) for report in prepared.resolution.global_scales
@@ -359,6 +325,11 @@ def _manifest(prepared: Prepared, number: int, outcome: Outcome, digests: Mappin
             checkpoint.schema, prepared.policy, source.metadata, prepared.max_shard_bytes, prepared.quant
         )
     return manifest
+
+
+def _lasting(finding: Finding) -> dict[str, Any]:
+    """A finding for the manifest: what was found, not what the catalogue says of its rule."""
+    return {key: value for key, value in finding.to_json().items() if key not in ("fix", "fingerprint")}
 
 
 def _recast(kept: Sequence[tuple[TensorInfo, TensorInfo]]) -> dict[str, int]:

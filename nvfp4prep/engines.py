@@ -881,7 +881,7 @@ def _uncovered(facts: Facts) -> list[Reason]:
     texts = []
     if checkpoint.quant is None:
         texts.append("not quantised by ModelOpt")
-    found = [f.rule for f in errors(checkpoint.findings) if f.rule not in ("int4", "no-quant-config", "not-modelopt")]
+    found = [f.rule for f in errors(checkpoint.findings) if f.rule not in ("no-quant-config", "not-modelopt")]
     if found and checkpoint.quant is not None:
         texts.append(f"it has errors that no row is about: {', '.join(sorted(set(found)))}")
     odd = [kind for kind in ("-inf", "negative", "subnormal") if any(map(_any(kind), facts.layers))]

@@ -27,7 +27,7 @@ class Finding:
     layer: int | None = None
     experts: tuple[int, ...] = ()
     projection: str | None = None
-    values: Mapping[str, float] = field(default_factory=dict)
+    values: Mapping[str, float] = field(default_factory=dict, hash=False)
     target: str | None = None
 
     @property

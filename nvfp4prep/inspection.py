@@ -14,11 +14,13 @@ from nvfp4prep import convert as conversion
 from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
 from nvfp4prep.checkpoint import Checkpoint, read_checkpoint
-from nvfp4prep.convert import Options, Prepared
+from nvfp4prep.convert import Prepared
 from nvfp4prep.engines import TITLES, Facts, Verdict, verdicts
 from nvfp4prep.errors import UsageFault
 from nvfp4prep.findings import Finding, errors, ranges
 from nvfp4prep.header import TensorInfo
+from nvfp4prep.model_config import expert_count, number_in
+from nvfp4prep.options import Options, ask
 from nvfp4prep.plan import Plan, make_plan
 from nvfp4prep.scales import Resolution, changes, fault, resolve
 from nvfp4prep.scalestats import (
@@ -32,7 +34,7 @@ from nvfp4prep.scalestats import (
     layer_entries,
     times,
 )
-from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, build_schema, config_expert_count
+from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, build_schema
 from nvfp4prep.source import read_json, read_range
 
 
@@ -130,20 +132,13 @@ def inspect(src: str, layer: int | None) -> Inspection:
 
 def _geometry(checkpoint: Checkpoint) -> dict[str, Any]:
     config = checkpoint.config
-    text = config.get("text_config")
-    sections = [section for section in (text, config) if isinstance(section, Mapping)]
-
-    def number(*keys: str) -> int | None:
-        found = (section.get(key) for key in keys for section in sections)
-        return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
-
     layers = {linear.layer for linear in checkpoint.schema.linears.values()} - {None}
     facts = manifests.geometry(checkpoint.schema, config)
     return {
-        "layers": number("num_hidden_layers", "n_layer") or len(layers),
-        "top_k": number("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k"),
-        "experts": config_expert_count(config),
-        "hidden_size": number("hidden_size"),
+        "layers": number_in(config, "num_hidden_layers", "n_layer") or len(layers),
+        "top_k": number_in(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k"),
+        "experts": expert_count(config),
+        "hidden_size": number_in(config, "hidden_size"),
         **facts,
     }
 
@@ -245,10 +240,10 @@ def outlook_of(prepared: Prepared) -> tuple[Verdict, ...]:
 
 def _outlook(facts: Facts) -> Outlook:
     checkpoint = facts.checkpoint
-    refused = tuple(errors(checkpoint.findings))
+    refused = tuple(errors(conversion.findings_of(checkpoint)))
     if refused or checkpoint.quant is None or checkpoint.exclude is None:
         return Outlook(refused, None, (), ())
-    policy = Options().policy()
+    policy = ask(checkpoint, Options()).policy
     resolution = resolve(checkpoint.schema, facts.values, checkpoint.weight_only, policy)
     remedy = None
     if errors(resolution.findings):

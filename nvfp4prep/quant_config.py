@@ -271,18 +271,11 @@ def check_config(schema: Schema, config: QuantConfig) -> list[Finding]:
     """What the configuration claims against what is stored; errors where no reading of both makes sense."""
     findings: list[Finding] = []
     stored = {kind: list(schema.of_format(kind)) for kind in Format}
-    if stored[Format.INT4]:
-        weight = stored[Format.INT4][0].params["weight"]
-        return [
-            Finding(
-                "int4",
-                "error",
-                f"{len(stored[Format.INT4])} linears are int4 ({config.algo}); "
-                "this version converts NVFP4 checkpoints only; int4 is planned",
-                weight.file,
-                weight.name,
-            )
-        ]
+    if stored[Format.INT4] and not stored[Format.NVFP4]:
+        if config.algo in NVFP4_ALGOS:
+            message = f"quant_algo is {config.algo} but {len(stored[Format.INT4])} linears are stored as int4"
+            findings.append(Finding("algo-contradicts-weights", "error", f"{message}; correct quant_algo", CONFIG))
+        return findings
     if not stored[Format.NVFP4]:
         return [
             Finding(
@@ -413,10 +406,14 @@ def rewrite_exclude(schema: Schema, exclude: Sequence[str], tied: bool) -> Exclu
         message = "this tensor's module has no name, and an empty entry would exclude every module: not listed"
         findings.append(Finding("exclude-nameless", "warning", message, tensor="weight"))
     for entries, rule, text in (
-        (untried, "exclude-pattern", "entries of the exclude list are no pattern that can be matched; dropped"),
-        (corrupted, "exclude-corrupted", "corrupted entries of the exclude list dropped"),
-        (unmatched, "exclude-unmatched", "entries of the exclude list that match no stored module dropped"),
-        (added, "exclude-added", "modules stored unquantised that the exclude list did not name; listed now"),
+        (
+            untried,
+            "exclude-pattern",
+            "entries of the exclude list are no pattern that can be matched; convert drops them",
+        ),
+        (corrupted, "exclude-corrupted", "corrupted entries of the exclude list; convert drops them"),
+        (unmatched, "exclude-unmatched", "entries of the exclude list match no stored module; convert drops them"),
+        (added, "exclude-added", "modules stored unquantised that the exclude list does not name; convert lists them"),
     ):
         if entries:
             more = f" and {len(entries) - 3} more" if len(entries) > 3 else ""
@@ -434,7 +431,7 @@ def rewrite_exclude(schema: Schema, exclude: Sequence[str], tied: bool) -> Exclu
             Finding(
                 "exclude-contradicted",
                 "warning",
-                f"{_shown(entry)} excludes {len(wrong)} modules that are stored quantised ({wrong[0]}); dropped",
+                f"{_shown(entry)} excludes {len(wrong)} modules stored quantised ({wrong[0]}); convert drops it",
                 CONFIG,
             )
         )

@@ -17,7 +17,7 @@ from nvfp4prep.manifest import total_counts
 from nvfp4prep.scales import GlobalScaleReport, InputScaleReport, RescaleCounts, changes
 
 _SHOWN_FILES = 12
-_STYLE = {"error": "bold red", "warning": "yellow", "info": "dim"}
+STYLE = {"error": "bold red", "warning": "yellow", "info": "dim"}
 
 
 def plain(text: str, style: str = "") -> Text:
@@ -65,7 +65,7 @@ def findings(found: Iterable[Finding], verbose: bool) -> list[Text]:
             continue
         seen[finding.rule] += 1
         if verbose or seen[finding.rule] <= 3:
-            lines.append(Text(str(finding), style=_STYLE[finding.severity]))
+            lines.append(Text(str(finding), style=STYLE[finding.severity]))
     hidden = sum(count - 3 for count in seen.values() if count > 3)
     if hidden and not verbose:
         lines.append(Text(f"... and {hidden} more of these; -v shows all", style="dim"))

@@ -24,6 +24,7 @@ from nvfp4prep.dialects import (
 )
 from nvfp4prep.findings import Finding
 from nvfp4prep.header import TensorInfo, short
+from nvfp4prep.model_config import expert_count
 
 GROUP_SIZE = 16
 """NVFP4: one E4M3 block scale for 16 values along the input dimension."""
@@ -376,17 +377,6 @@ def gate_up_order(config: Mapping[str, Any]) -> GateUpOrder | None:
     return "halves" if model_type.startswith("llama4") else None
 
 
-def config_expert_count(config: Mapping[str, Any]) -> int | None:
-    """Routed experts per layer as config.json says, looked up in the text config of multimodal models too."""
-    text = config.get("text_config")
-    for section in (text if isinstance(text, Mapping) else {}, config):
-        for key in ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"):
-            value = section.get(key)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-    return None
-
-
 def _moe_layers(
     linears: Mapping[str, Linear], roles: Mapping[str, Role], config: Mapping[str, Any], findings: list[Finding]
 ) -> tuple[MoeLayer, ...]:
@@ -461,10 +451,8 @@ def _per_expert_layer(
     for linear in linears:
         role = roles[linear.module]
         assert role.expert is not None and role.projection is not None
-        if role.projection in table[role.expert]:
-            error("expert-twice", f"two linears are the {role.projection} projection", (role.expert,))
         table[role.expert][role.projection] = linear
-    expected = config_expert_count(config) or max(table) + 1
+    expected = expert_count(config) or max(table) + 1
     absent = _gaps(table, max(expected, max(table) + 1))
     if absent or len(table) != expected:
         listed = ", ".join(
@@ -563,7 +551,7 @@ def _fused_layer(
             )
             findings.append(Finding("expert-shape", "error", message, layer=layer))
             return None
-        expected = config_expert_count(config)
+        expected = expert_count(config)
         if expected is not None and expected != gate_up.experts:
             findings.append(
                 Finding(

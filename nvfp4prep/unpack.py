@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import xxhash
 from torch import Tensor
 
 from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
 from nvfp4prep.dialects import DIALECTS
-from nvfp4prep.errors import CheckFailed, EnvironmentFault, InputRefused
+from nvfp4prep.digests import differing_files, read_header
+from nvfp4prep.errors import CheckFailed, InputRefused
 from nvfp4prep.execute import Job, execute, shard_digests
 from nvfp4prep.findings import Finding
-from nvfp4prep.header import DTYPE_BITS, HeaderError, TensorInfo, header_length, parse_header, tensor_bytes
+from nvfp4prep.header import DTYPE_BITS, HeaderError, TensorInfo, parse_header, tensor_bytes
 from nvfp4prep.packing import PackJob, fact_names, manifest_entry, packed_names, projections, read_whole, stacked_specs
 from nvfp4prep.plan import (
     PIECE_BYTES,
@@ -38,11 +36,10 @@ from nvfp4prep.plan import (
 )
 from nvfp4prep.scales import Resolution
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, build_schema
-from nvfp4prep.source import INDEX, Source, read_json, read_packed, read_range, refuse, verify_unchanged
+from nvfp4prep.source import INDEX, Source, read_json, read_packed, refuse, verify_unchanged
 from nvfp4prep.targets import IDENTITY, Target, activation_of, expert_problem
 from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space, file_sizes
 
-_READ_BYTES = 1 << 23
 _MAX_RANKS = 1024
 _MAX_EXPERTS = 1 << 16
 _OWN = ".experts.nvfp4prep."
@@ -280,20 +277,27 @@ def _outputs(manifest: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
 
 def _identity(path: Path, size: int) -> str | None:
     """What a file's metadata says it is of."""
-    return parse_header(_header(path, size)[8:], path.name, size)[1].get(IDENTITY)
-
-
-def _header(path: Path, size: int) -> bytes:
-    """A file's header with its length bytes."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(8)
-            return start + file.read(header_length(start, size))
-    except OSError as error:
-        raise EnvironmentFault(f"{path}: can't be read: {error.strerror}") from None
+    return parse_header(read_header(path, size)[8:], path.name, size)[1].get(IDENTITY)
 
 
 # --- digests ----------------------------------------------------------------------------------------------------------
+
+
+def changed_files(packed: Packed, workers: int) -> list[str]:
+    """The files that are not the bytes that were written, by their digests. Raises EnvironmentFault."""
+    source, target = packed.source, packed.target
+    stacked = {
+        key_of(target.folder(rank), name)
+        for rank in target.ranks()
+        for moe in packed.layers
+        for name in stacked_specs(moe, rank, target)
+    }
+
+    def piece_bytes(key: str, tensor: TensorInfo) -> int:
+        return tensor.nbytes // tensor.shape[0] if key in stacked else PIECE_BYTES
+
+    digests = {file: digest for file, (_, digest) in _outputs(packed.manifest).items()}
+    return differing_files(source, digests, workers, piece_bytes)
 
 
 def verify_digests(packed: Packed, workers: int) -> None:
@@ -303,46 +307,11 @@ def verify_digests(packed: Packed, workers: int) -> None:
         CheckFailed: with the files that differ.
         EnvironmentFault: I/O.
     """
-    source, target = packed.source, packed.target
-    stacked = {
-        key_of(target.folder(rank), name)
-        for rank in target.ranks()
-        for moe in packed.layers
-        for name in stacked_specs(moe, rank, target)
-    }
-    by_file: dict[str, list[tuple[TensorInfo, int]]] = {file: [] for file in source.shards}
-    for key, tensor in source.tensors.items():
-        length = tensor.nbytes // tensor.shape[0] if key in stacked else PIECE_BYTES
-        by_file[tensor.file].append((tensor, length))
-    wrong = []
-    with ThreadPoolExecutor(workers) as pool:
-        for file, (_, digest) in _outputs(packed.manifest).items():
-            whole = xxhash.xxh3_128(xxhash.xxh3_128_digest(_header(source.root / file, source.shards[file])))
-            descriptor = source.open_shard(file)
-            try:
-                pieces = [
-                    (at, min(length, tensor.end - at))
-                    for tensor, length in sorted(by_file[file], key=lambda pair: pair[0].start)
-                    for at in range(tensor.start, tensor.end, length)
-                ]
-                for batch in (pieces[at : at + 4 * workers] for at in range(0, len(pieces), 4 * workers)):
-                    for part in pool.map(lambda piece: _piece_digest(descriptor, file, *piece), batch):  # noqa: B023
-                        whole.update(part)
-            finally:
-                os.close(descriptor)
-            if f"xxh3-128:{whole.hexdigest()}" != digest:
-                wrong.append(file)
+    wrong = changed_files(packed, workers)
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         message = f"{', '.join(wrong[:3])}{more}: not the bytes that were written (their digest is not the manifest's)"
         raise CheckFailed(f"{message}; copy again")
-
-
-def _piece_digest(descriptor: int, file: str, start: int, length: int) -> bytes:
-    hasher = xxhash.xxh3_128()
-    for at in range(start, start + length, _READ_BYTES):
-        hasher.update(read_range(descriptor, file, at, min(_READ_BYTES, start + length - at)))
-    return hasher.digest()
 
 
 def _linear(moe: MoeLayer, projection: str) -> Linear:

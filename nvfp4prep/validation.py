@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from nvfp4prep.findings import Finding
+from nvfp4prep import checks
+from nvfp4prep import manifest as manifests
+from nvfp4prep.checkpoint import Checkpoint, read_checkpoint
+from nvfp4prep.errors import CheckFailed, InputRefused, UsageFault
+from nvfp4prep.findings import Finding, errors
+from nvfp4prep.options import Ask, Options, ask
 from nvfp4prep.rules import LEVELS, RULES, SEVERITIES, Level, Rule, Severity
+from nvfp4prep.scales import Resolution, resolve
+from nvfp4prep.source import read_json
+
+_NO_CHECKPOINT = frozenset({"no-such-checkpoint", "not-a-directory", "no-weights"})
+"""Rules whose findings mean that there is nothing to validate."""
+_ONLY_OF_CONVERT = frozenset(
+    {
+        "name-taken",
+        "header-too-large",
+        "int4",
+        "input-scale-imputed",
+        "input-scales-kept",
+        "gate-up-split",
+        "not-packed",
+    }
+)
+_OF_TARGETS = frozenset({"target-refused", "block-scale-bad", "kernel-scale-bad"})
+_OF_SMOKE = "NVP9"
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """What `validate` found.
 
-    `source` is as it was asked for; `targets` are layout ids; `findings` are those of the rules selected, worst
-    first; `known` are the ones that the baseline has already, which don't count; `judged` are the rules that were
+    `source` is as it was asked for; `targets` are those it was judged for; `findings` are those of the rules selected,
+    worst first; `known` are the ones that the baseline has already, which don't count; `judged` are the rules that were
     looked at, whether they found something or not. `stopped` says why later rules could not be judged, if so.
     """
 
@@ -33,3 +60,232 @@ class Report:
         """Whether a finding is at least as bad as `fail_on`."""
         limit = SEVERITIES.index(fail_on)
         return any(SEVERITIES.index(finding.severity) <= limit for finding in self.findings)
+
+
+def validate(
+    spec: str,
+    level: Level,
+    targets: Sequence[Options] = (),
+    workers: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Report:
+    """Judge a checkpoint, or a packed output of `convert`, by every rule that `level` reaches.
+
+    Args:
+        spec: a directory or Hub repo.
+        level: what is read.
+        targets: what it shall be converted to; without any it is judged as `hf`.
+        workers: threads, for level full.
+        progress: called with bytes just read and bytes to read in all, from any worker, at level full.
+
+    Raises:
+        InputRefused: there is no checkpoint.
+        EnvironmentFault: I/O.
+    """
+    judged = tuple(rule for rule in RULES if _reaches(rule, level, targets))
+    labels = tuple(_label(options) for options in targets)
+    root = Path(spec).expanduser()
+    if root.is_dir() and _is_packed(root):
+        findings, stopped = _packed_findings(root, level, workers)
+        return Report(spec, None, level, labels, _sorted(findings), (), judged, stopped)
+    try:
+        checkpoint = read_checkpoint(spec)
+    except InputRefused as refused:
+        if any(finding.rule in _NO_CHECKPOINT for finding in refused.findings):
+            raise
+        return Report(spec, None, level, labels, _sorted(refused.findings), (), judged, str(refused.findings[0]))
+    findings = judge(checkpoint, level, targets, workers, progress)
+    return Report(spec, checkpoint.source.revision, level, labels, _sorted(findings), (), judged)
+
+
+def judge(
+    checkpoint: Checkpoint,
+    level: Level,
+    targets: Sequence[Options] = (),
+    workers: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Finding]:
+    """Every finding about a checkpoint that could be read: see `validate`."""
+    findings = [*checkpoint.findings, *checks.found((*checks.HEADERS, *checks.HEADERS_REPAIRED), checkpoint)]
+    if level != "headers":
+        findings += checks.found((*checks.SCALES, *checks.SCALES_REPAIRED), checkpoint)
+    if level == "full":
+        from nvfp4prep.checks import blocks
+
+        total = blocks.scanned_bytes(checkpoint)
+        findings += blocks.scan(checkpoint, workers, lambda count: progress(count, total))
+        findings += _changed_bytes(checkpoint, workers)
+    if checkpoint.quant is not None:
+        findings += _of_targets(checkpoint, level, targets or (Options(),), workers)
+    return findings
+
+
+def _reaches(rule: Rule, level: Level, targets: Sequence[Options]) -> bool:
+    """Whether `validate` judges a rule."""
+    if rule.name in _ONLY_OF_CONVERT or rule.id.startswith(_OF_SMOKE) or (rule.name in _OF_TARGETS and not targets):
+        return False
+    return LEVELS.index(rule.level) <= LEVELS.index(level)
+
+
+def _sorted(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Worst first, then by rule; else in the order found."""
+    return tuple(sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.id)))
+
+
+# --- targets ---------------------------------------------------------------------------------------------------------
+
+
+def _label(options: Options) -> str:
+    if options.target == "hf":
+        return "hf"
+    ranks = "".join(f" {name}{count}" for name, count in (("tp", options.tp), ("ep", options.ep)) if count > 1)
+    return f"{options.target}/{options.engine}{ranks}"
+
+
+def _of_targets(checkpoint: Checkpoint, level: Level, targets: Sequence[Options], workers: int) -> list[Finding]:
+    """What each target has against the checkpoint; what all of them have is told once, of no target."""
+    found = {_label(options): _of_target(checkpoint, level, options, workers) for options in targets}
+    common = [finding for finding in next(iter(found.values())) if all(finding in others for others in found.values())]
+    common = [finding for finding in common if finding.rule not in _OF_TARGETS]
+    own = [
+        replace(finding, target=label)
+        for label, findings in found.items()
+        for finding in findings
+        if finding not in common
+    ]
+    return common + own
+
+
+def _of_target(checkpoint: Checkpoint, level: Level, options: Options, workers: int) -> list[Finding]:
+    try:
+        asked = ask(checkpoint, options)
+    except InputRefused as refused:
+        return list(refused.findings)
+    if level == "headers":
+        return []
+    resolution = resolve(checkpoint.schema, checkpoint.scale_values, asked.weight_only, asked.policy)
+    findings = list(resolution.findings)
+    if level == "full" and not errors(findings):
+        findings += _of_kernel(checkpoint, asked, resolution, workers)
+    return findings
+
+
+def _of_kernel(checkpoint: Checkpoint, asked: Ask, resolution: Resolution, workers: int) -> list[Finding]:
+    """What a layout can't store, for which it looks at all block scales."""
+    if asked.target is None:
+        return []
+    from nvfp4prep import packing
+    from nvfp4prep.layouts.logical import LayoutError
+
+    job = packing.PackJob(asked.target, "", checkpoint.config, checkpoint.scale_values, {})
+    try:
+        packing.with_facts(job, checkpoint.source, checkpoint.schema, resolution, workers)
+    except LayoutError as error:
+        return [Finding("target-refused", "error", f"{asked.target.layout}: {error}")]
+    except InputRefused as refused:
+        return list(refused.findings)
+    return []
+
+
+# --- outputs of convert ----------------------------------------------------------------------------------------------
+
+
+def _is_packed(root: Path) -> bool:
+    try:
+        section = (read_json(root, "config.json") or {}).get("quantization_config")
+    except InputRefused:
+        return False  # told by the reader of checkpoints
+    return isinstance(section, dict) and section.get("quant_method") == "nvfp4prep"
+
+
+def _packed_findings(root: Path, level: Level, workers: int) -> tuple[list[Finding], str | None]:
+    """Findings about a packed output, and why the rest could not be judged."""
+    from nvfp4prep import unpack
+
+    try:
+        packed = unpack.read_packed_output(root)
+    except InputRefused as refused:
+        return list(refused.findings), str(refused.findings[0])
+    return [_digest_differs(file) for file in unpack.changed_files(packed, workers)] if level == "full" else [], None
+
+
+def _changed_bytes(checkpoint: Checkpoint, workers: int) -> list[Finding]:
+    """NVP808 for an `hf` output with its manifest."""
+    outputs = (checkpoint.manifest or {}).get("outputs")
+    if not isinstance(outputs, dict):
+        return []
+    from nvfp4prep.digests import differing_files
+
+    listed: dict[str, Any] = {file: entry for file, entry in outputs.items() if isinstance(entry, dict)}
+    digests = {
+        file: entry["digest"]
+        for file, entry in listed.items()
+        if isinstance(entry.get("digest"), str) and entry.get("bytes") == checkpoint.source.shards.get(file)
+    }
+    return [_digest_differs(file) for file in differing_files(checkpoint.source, digests, workers)]
+
+
+def _digest_differs(file: str) -> Finding:
+    message = f"not the bytes that were written: their digest is not the one in {manifests.MANIFEST}; copy it again"
+    return Finding("digest-differs", "error", message, file)
+
+
+def check_output(root: Path, options: Options) -> None:
+    """Judge what `convert` wrote, before it takes its name.
+
+    Raises:
+        CheckFailed: it is not what `validate` would pass: a fault of nvfp4prep or of the disk.
+        EnvironmentFault: I/O.
+    """
+    try:
+        if _is_packed(root):
+            findings = _packed_findings(root, "scales", 1)[0]
+        else:
+            kept = replace(options, target="hf")
+            findings = judge(read_checkpoint(str(root)), "scales", [kept])
+    except InputRefused as refused:
+        findings = list(refused.findings)
+    wrong = errors(findings)
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise CheckFailed(f"the output does not pass nvfp4prep validate: {wrong[0]}{more}; please report this")
+
+
+# --- selection -------------------------------------------------------------------------------------------------------
+
+
+def selected(report: Report, names: Collection[str], baseline: Collection[str]) -> Report:
+    """The report with only the findings of some rules, those that a baseline has already set apart.
+
+    Args:
+        report: as `validate` gives it.
+        names: rules to keep.
+        baseline: fingerprints of findings that are known.
+    """
+    kept = [finding for finding in report.findings if finding.rule in names]
+    return replace(
+        report,
+        findings=tuple(finding for finding in kept if finding.fingerprint not in baseline),
+        known=tuple(finding for finding in kept if finding.fingerprint in baseline),
+        judged=tuple(rule for rule in report.judged if rule.name in names),
+    )
+
+
+def fingerprints(baseline: Path) -> frozenset[str]:
+    """Fingerprints of all findings of an earlier report in JSON, those that it knew already too.
+
+    Raises:
+        UsageFault: it is no such report.
+    """
+    try:
+        value = json.loads(baseline.read_bytes())
+        return frozenset(str(finding["fingerprint"]) for key in ("findings", "known") for finding in value[key])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UsageFault(f"{baseline}: no report of nvfp4prep validate --format json") from None
+
+
+def at_least(report: Report, severity: Severity) -> Report:
+    """The report without findings milder than `severity`."""
+    limit = SEVERITIES.index(severity)
+    shown = tuple(finding for finding in report.findings if SEVERITIES.index(finding.severity) <= limit)
+    return replace(report, findings=shown)

@@ -15,7 +15,7 @@ import resource
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -416,10 +416,17 @@ class PartialOutput:
                 raise fault(self.partial / file, "can't be synced", error) from None
         self._files.close()
 
-    def publish(self, small_files: Sequence[tuple[str, bytes]], *, overwrite: bool) -> None:
-        """Write the small files in the order given, sync, and rename to the final name.
+    def publish(
+        self,
+        small_files: Sequence[tuple[str, bytes]],
+        *,
+        overwrite: bool,
+        check: Callable[[Path], None] = lambda folder: None,
+    ) -> None:
+        """Write the small files in the order given, sync, check what was written, and rename to the final name.
 
-        An existing OUT is moved aside first and deleted last, so that one of the two is complete at every moment.
+        An existing OUT is moved aside first and deleted last, so that one of the two is complete at every moment. Where
+        `check` raises, the small files, without which nothing loads the rest, are taken away again.
         """
         try:
             for name, data in small_files:
@@ -427,6 +434,12 @@ class PartialOutput:
                     writer.write(data)
                     writer.flush()
                     os.fsync(writer.fileno())
+            try:
+                check(self.partial)
+            except BaseException:
+                for name, _ in small_files:
+                    (self.partial / name).unlink()
+                raise
             _sync_folder(self.partial)
             self._check_unchanged(self.out)
             if self._former is not None and not (overwrite and self.out.is_dir() and _may_be_replaced(self.out)):

@@ -245,8 +245,9 @@ def measure(command: Sequence[str], runs: int) -> Measured:
 def plan_stages(folder: Path) -> dict[str, float]:
     """Headers, schema and plan alone, in this process; seconds of each."""
     begin = time.perf_counter()
-    from nvfp4prep.convert import DEFAULT_SHARD_BYTES, Options
+    from nvfp4prep.convert import DEFAULT_SHARD_BYTES
     from nvfp4prep.plan import make_plan
+    from nvfp4prep.scales import ScalePolicy
     from nvfp4prep.schema import build_schema
     from nvfp4prep.source import read_directory
 
@@ -260,7 +261,7 @@ def plan_stages(folder: Path) -> dict[str, float]:
     lap("headers")
     schema = build_schema(source.tensors, json.loads((folder / "config.json").read_bytes()))
     lap("schema")
-    make_plan(source.tensors, source.metadata, schema, Options().policy(), frozenset(), DEFAULT_SHARD_BYTES)
+    make_plan(source.tensors, source.metadata, schema, ScalePolicy(), frozenset(), DEFAULT_SHARD_BYTES)
     lap("plan")
     return seconds
 
@@ -315,7 +316,8 @@ def profile(folder: Path) -> None:
     import cProfile
     import pstats
 
-    from nvfp4prep.convert import Options, prepare
+    from nvfp4prep.convert import prepare
+    from nvfp4prep.options import Options
 
     with cProfile.Profile() as profiler:
         prepare(str(folder), Options())

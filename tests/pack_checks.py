@@ -26,7 +26,8 @@ from safetensors import safe_open
 
 from nvfp4prep import convert, unpack
 from nvfp4prep.checkpoint import Checkpoint, read_checkpoint
-from nvfp4prep.convert import Options, Prepared, Result
+from nvfp4prep.convert import Prepared, Result
+from nvfp4prep.options import Options
 
 LAYOUTS = ("flashinfer-trtllm", "flashinfer-cutlass", "flashinfer-cutedsl", "vllm-cutlass", "vllm-marlin")
 ENGINES = ("vllm", "sglang")

@@ -11,7 +11,8 @@ import bench_plan
 import pytest
 from safetensors import safe_open
 
-from nvfp4prep.convert import Options, prepare
+from nvfp4prep.convert import prepare
+from nvfp4prep.options import Options
 from nvfp4prep.schema import Format
 
 LAYERS, EXPERTS = 5, 4

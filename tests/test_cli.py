@@ -19,6 +19,7 @@ import pytest
 from runner import run, snapshot, strict_json
 
 from nvfp4prep import __version__
+from nvfp4prep.rules import BY_NAME
 
 DENSE, QWEN, SPLIT = "qwen3-dense-nvfp4", "qwen3moe-nvfp4-perexpert", "tinymoe-nvfp4-splitscale"
 NAN_SCALE = damage.put(float("nan"), r"model\.layers\.0\.mlp\.experts\.3\.gate_proj\.input_scale")
@@ -76,6 +77,7 @@ def test_json_of_a_refusal(checkpoint: Fetch, tmp_path: Path) -> None:
         assert result.json["error"]["exit_code"] == 3
         (finding,) = result.findings
         assert finding == {
+            "id": "NVP402",
             "rule": "input-scale-bad",
             "severity": "error",
             "message": finding["message"],
@@ -83,10 +85,12 @@ def test_json_of_a_refusal(checkpoint: Fetch, tmp_path: Path) -> None:
             "tensor": "model.layers.0.mlp.experts.3.gate_proj.input_scale",
             "layer": 0,
             "experts": [3],
+            "expert_ranges": "3",
+            "fix": BY_NAME["input-scale-bad"].fix,
+            "fingerprint": finding["fingerprint"],
         }
-        assert result.stderr == (
-            f"error [input-scale-bad] layer 0, expert 3, {finding['tensor']}, model.safetensors: {finding['message']}\n"
-        )
+        place = f"layer 0, expert 3, {finding['tensor']}, model.safetensors"
+        assert result.stderr == f"error NVP402 [input-scale-bad] {place}: {finding['message']}\n"
 
 
 def test_json_of_a_usage_fault(checkpoint: Fetch, tmp_path: Path) -> None:
@@ -157,7 +161,7 @@ def test_many_errors_are_cut_on_stderr_and_whole_in_json(checkpoint: Fetch, tmp_
     source = damage.damaged(checkpoint(QWEN), tmp_path / "source", drop)
     result = run("convert", source, tmp_path / "out", "--json")
     assert len(result.findings) == 48
-    assert result.stderr.count("error [global-scale-missing]") == 40
+    assert result.stderr.count("error NVP306 [global-scale-missing]") == 40
     assert result.stderr.endswith("... and 8 more; --json lists all\n")
 
 

@@ -23,11 +23,12 @@ import xxhash
 from damage import Damage, Editable
 from runner import run
 
-from nvfp4prep.convert import Options, Prepared, Result, prepare, write
+from nvfp4prep.convert import Prepared, Result, prepare, write
 from nvfp4prep.errors import EnvironmentFault, InputRefused
 from nvfp4prep.experts import load_expert
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.manifest import to_bytes
+from nvfp4prep.options import Options
 from nvfp4prep.packing import reader
 from nvfp4prep.schema import Format, Linear, MoeLayer
 

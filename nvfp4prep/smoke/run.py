@@ -8,11 +8,12 @@ from pathlib import Path
 
 from nvfp4prep import quant_config as qc
 from nvfp4prep.checkpoint import Checkpoint, read_checkpoint
-from nvfp4prep.convert import Options, Prepared, decide
+from nvfp4prep.convert import Prepared, decide
 from nvfp4prep.errors import InputRefused, UsageFault
 from nvfp4prep.findings import Finding
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.layouts.logical import LayoutError
+from nvfp4prep.options import Options
 from nvfp4prep.schema import build_schema
 from nvfp4prep.smoke.check import Subject
 from nvfp4prep.smoke.subject import Real, from_packed, from_prepared

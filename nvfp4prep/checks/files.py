@@ -1,0 +1,64 @@
+"""Files beside the shards, the index's total, and outputs of nvfp4prep that were changed since."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from nvfp4prep.checkpoint import Checkpoint
+from nvfp4prep.findings import Finding
+from nvfp4prep.manifest import MANIFEST
+from nvfp4prep.source import INDEX, read_json
+
+_UNFINISHED = re.compile(r"\.(incomplete|part|partial|tmp|aria2|crdownload|lock)$", re.IGNORECASE)
+_OTHER_WEIGHTS = re.compile(
+    r"((^|/)(pytorch_|adapter_|consolidated)[^/]*\.bin|\.(pt|pth|gguf|ckpt|msgpack|h5|onnx|safetensors))$",
+    re.IGNORECASE,
+)
+
+
+def stray(checkpoint: Checkpoint) -> Iterable[Finding]:
+    """NVP010: an interrupted download's leftovers, or weights that no index knows, which would be copied along."""
+    source = checkpoint.source
+    for name in source.side_files:
+        if _UNFINISHED.search(name):
+            yield Finding("stray-file", "warning", "left by an interrupted download; fetch it again or remove it", name)
+        elif _OTHER_WEIGHTS.search(name):
+            message = "weights that are no shard of this checkpoint; convert copies them as they are; remove them"
+            yield Finding("stray-file", "info", message, name)
+
+
+def total_size(checkpoint: Checkpoint) -> Iterable[Finding]:
+    """NVP111: metadata.total_size of the index against the bytes of all tensors."""
+    index = read_json(checkpoint.source.root, INDEX)
+    metadata = index.get("metadata") if index else None
+    claimed = metadata.get("total_size") if isinstance(metadata, dict) else None
+    stored = sum(tensor.nbytes for tensor in checkpoint.source.tensors.values())
+    if isinstance(claimed, int) and claimed != stored:
+        message = f"total_size is {claimed}, the tensors have {stored} bytes; convert writes it anew"
+        yield Finding("index-total-size", "info", message, INDEX)
+
+
+def changed_output(checkpoint: Checkpoint) -> Iterable[Finding]:
+    """NVP807: shards of an output whose sizes are not those that its manifest lists."""
+    outputs = (checkpoint.manifest or {}).get("outputs")
+    if not isinstance(outputs, dict):
+        return
+    shards = checkpoint.source.shards
+    for file in sorted(outputs.keys() | shards.keys()):
+        entry = outputs.get(file)
+        listed = entry.get("bytes") if isinstance(entry, dict) else None
+        if listed == shards.get(file):
+            continue
+        if file not in shards:
+            message = f"{MANIFEST} lists it, but it is not there"
+        elif listed is None:
+            message = f"{MANIFEST} does not list it"
+        else:
+            message = f"{shards[file]} bytes; {MANIFEST} says {listed}"
+        yield Finding(
+            "output-file-changed",
+            "error",
+            f"{message}; copy the output again, or remove {MANIFEST} if it was changed on purpose",
+            file,
+        )

@@ -1,0 +1,268 @@
+"""`nvfp4prep validate`: each rule fails and passes, real exports get what they deserve, exit codes hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import damage
+import pytest
+import torch
+from rule_cases import CASES, EXPERTS, Case, codes
+from runner import Run, run, snapshot
+from test_refused import DENSE, QWEN
+
+from nvfp4prep.options import Options
+from nvfp4prep.rules import LEVELS, RULES
+from nvfp4prep.validation import validate
+
+Fetch = Callable[[str], Path]
+BASES = {"scale-reciprocal": QWEN}
+
+
+def findings(folder: Path, *options: object, level: str = "full") -> list[dict[str, Any]]:
+    result = run("validate", folder, "--format", "json", "--level", level, *options)
+    assert result.code in (0, 1), result.stderr
+    return result.json["findings"]
+
+
+def test_every_rule_has_a_case() -> None:
+    report = validate(str(checkpoints.DATA / QWEN), "full", [Options("vllm-marlin")])
+    assert {rule.name for rule in report.judged} == {"no-such-checkpoint", "not-a-directory", "no-weights", *CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rule(name: str, checkpoint: Fetch, tmp_path: Path) -> None:
+    """Found from its level on and not before, once the damage is done and not without it."""
+    case = CASES[name]
+    sound = case.sound(checkpoint(case.base), tmp_path / "sound")
+    failing = case.failing(checkpoint(case.base), tmp_path / "failing")
+    before = snapshot(failing) if name != "undecodable-name" else None
+    for level in LEVELS:
+        assert name not in {found["rule"] for found in findings(sound, *case.options, level=level)}
+        found = [one for one in findings(failing, *case.options, level=level) if one["rule"] == name]
+        assert bool(found) == (LEVELS.index(level) >= LEVELS.index(case.level)), level  # type: ignore[arg-type]
+        assert all(one["severity"] == case.severity for one in found)
+        assert not found or re.search(case.says, found[0]["message"]), found
+    assert before is None or snapshot(failing) == before
+    rule = next(rule for rule in RULES if rule.name == name)
+    assert rule.level == case.level
+
+
+# --- real exports ----------------------------------------------------------------------------------------------------
+
+EXPECTED: dict[str, dict[str, int]] = {
+    "dsv3-int4awq": {"router-bias-dtype": 1, "shared-expert-folded": 1},
+    "nemotronh-nvfp4": {"exclude-corrupted": 1, "exclude-added": 1},
+    "qwen3moe-int4awq": {"int4-gate-up-identical": 2},
+    "qwen3moe-mixed-fp8attn": {"exclude-added": 1},
+    "qwen3moe-nvfp4-awqlite": {"nvfp4-awq": 1, "input-scale-differs": 4},
+    "qwen3moe-nvfp4-perexpert": {"input-scale-differs": 4},
+    "tinymoe-int4awq": {"int4-gate-up-identical": 4},
+    "tinymoe-nvfp4-perexpert": {"input-scale-differs": 8},
+    "tinymoe-nvfp4-fewtokens": {"input-scale-differs": 8},
+    "tinymoe-nvfp4-splitscale": {"input-scale-differs": 8, "gate-up-scale-differs": 4},
+}
+"""Findings of real exports at level full, by rule; those not named have none."""
+
+
+@pytest.mark.parametrize("name", [*checkpoints.NVFP4, *checkpoints.INT4, *checkpoints.OVERLAYS])
+def test_shipped_exports(name: str, checkpoint: Fetch) -> None:
+    _compare(name, checkpoint(name))
+
+
+@pytest.mark.parametrize("name", sorted(checkpoints.full_set()))
+def test_full_set(name: str, full_set: dict[str, Path]) -> None:
+    if "bf16" in name:
+        assert {one["rule"] for one in findings(full_set[name])} - {"router-bias-dtype"} == {"no-quant-config"}
+    else:
+        _compare(name, full_set[name])
+
+
+def _compare(name: str, folder: Path) -> None:
+    counts: dict[str, int] = {}
+    for found in findings(folder):
+        assert found["severity"] in ("warning", "info"), found
+        counts[found["rule"]] = counts.get(found["rule"], 0) + 1
+    assert counts == EXPECTED.get(name, {})
+
+
+@pytest.mark.parametrize("target", ["hf", "flashinfer-trtllm", "vllm-marlin"])
+@pytest.mark.parametrize("name", checkpoints.NVFP4)
+def test_what_convert_writes_has_no_findings_left(name: str, target: str, checkpoint: Fetch, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = run("convert", checkpoint(name), out, "--target", target, "--no-smoke", "-q")
+    if done.code == 3:
+        assert target != "hf"
+        return
+    assert done.code == 0, done.stderr
+    left = {found["rule"] for found in findings(out)}
+    assert left <= {"nvfp4-awq"}, left
+
+
+# --- targets ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_depends_on_a_target(checkpoint: Fetch, tmp_path: Path) -> None:
+    """Marlin does without an input_scale; for kernels that need one an expert without it is an error."""
+    source = damage.damaged(
+        checkpoint(QWEN), tmp_path / "source", damage.drop(rf"{EXPERTS}\.3\.gate_proj\.input_scale")
+    )
+    for target, severity in (("vllm-marlin", "warning"), ("flashinfer-cutlass", "error"), ("hf", "error")):
+        found = [one for one in findings(source, "--target", target) if one["rule"].startswith("input-scale-")]
+        assert ("error" in {one["severity"] for one in found}) == (severity == "error")
+        done = run("convert", source, tmp_path / target, "--target", target, "--no-smoke", "-q")
+        assert done.code == (3 if severity == "error" else 0)
+    both = findings(source, "--target", "vllm-marlin", "--target", "flashinfer-cutlass")
+    named = {(one["rule"], one["target"]) for one in both if "target" in one}
+    assert named == {
+        ("input-scale-missing", "flashinfer-cutlass/vllm"),
+        ("input-scale-imputed", "vllm-marlin/vllm"),
+    }
+
+
+def test_marlin_takes_layers_without_any_input_scale(checkpoint: Fetch, tmp_path: Path) -> None:
+    source = damage.damaged(checkpoint(QWEN), tmp_path / "source", damage.drop(rf"{EXPERTS}\..*\.input_scale"))
+    assert not [one for one in findings(source, "--target", "vllm-marlin") if one["severity"] == "error"]
+    packed = tmp_path / "packed"
+    assert run("convert", source, packed, "--target", "vllm-marlin", "-q").code == 0
+    assert run("unpack", packed, tmp_path / "back", "-q").code == 0
+    rules = {one["rule"] for one in findings(tmp_path / "back") if one["severity"] == "error"}
+    assert rules == {"input-scale-missing"}
+
+
+@pytest.mark.parametrize(("tp", "refused"), [(1, False), (16, True)])
+def test_alignment_by_tp(tp: int, refused: bool, checkpoint: Fetch) -> None:
+    found = findings(checkpoint(QWEN), "--target", "flashinfer-trtllm", "--tp", tp)
+    assert ("target-refused" in {one["rule"] for one in found}) == refused
+    if refused:
+        (one,) = [one for one in found if one["rule"] == "target-refused" and one["layer"] == 0]
+        assert "--tp 1, 2" in one["message"] and one["target"] == "flashinfer-trtllm/vllm tp16"
+
+
+# --- what comes out --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bad(checkpoint: Fetch, tmp_path: Path) -> Path:
+    """Two NaN block scales (an error) and differing input scales (warnings)."""
+    return damage.damaged(
+        checkpoint(QWEN), tmp_path / "bad", codes(rf"{EXPERTS}\.[35]\.up_proj\.weight_scale", 0xFF, 1)
+    )
+
+
+def test_a_finding_says_where_and_what_to_do(bad: Path) -> None:
+    (found,) = [one for one in findings(bad) if one["rule"] == "block-scale-nan"]
+    assert found["id"] == "NVP501" and found["severity"] == "error"
+    assert (found["layer"], found["experts"], found["expert_ranges"]) == (0, [3, 5], "3, 5")
+    assert found["tensor"] == "model.layers.0.mlp.experts.3.up_proj.weight_scale"
+    assert found["projection"] == "up_proj" and found["file"] == "model.safetensors"
+    assert found["values"] == {"count": 2, "of": 8 * 128 * 16} and found["fix"]
+    assert "row 0, block 0" in found["message"]
+
+
+def test_exit_codes(bad: Path, checkpoint: Fetch, tmp_path: Path) -> None:
+    assert run("validate", bad).code == 0  # the NaN is found at level full
+    assert run("validate", bad, "--level", "full").code == 1
+    assert run("validate", bad, "--fail-on", "warning").code == 1
+    assert run("validate", bad, "--level", "full", "--ignore", "NVP5").code == 0
+    assert run("validate", bad, "--level", "full", "--select", "NVP4,input-scale-bad").code == 0
+    assert run("validate", bad, "--select", "NVP999").code == 2
+    assert run("validate", bad, "--baseline", checkpoint(QWEN) / "config.json").code == 2
+    assert run("validate", tmp_path / "absent").code == 3
+    assert run("validate", checkpoint(QWEN) / "config.json").code == 3
+    (tmp_path / "empty").mkdir()
+    assert run("validate", tmp_path / "empty", "--format", "sarif").code == 3
+
+
+def test_hiding_mild_findings_does_not_pass_them(bad: Path) -> None:
+    result = run("validate", bad, "--severity", "error", "--fail-on", "warning", "--format", "json")
+    assert result.code == 1 and result.json["findings"] == []
+
+
+def test_a_baseline_only_lets_known_findings_pass(bad: Path, checkpoint: Fetch, tmp_path: Path) -> None:
+    base = tmp_path / "baseline.json"
+    assert run("validate", bad, "--level", "full", "--format", "json", "--output", base).code == 1
+    known = len(json.loads(base.read_text())["findings"])
+    again = run("validate", bad, "--level", "full", "--format", "json", "--baseline", base, "--fail-on", "warning")
+    assert again.code == 0 and again.json["findings"] == [] and len(again.json["known"]) == known
+    base.write_text(again.stdout)
+    worse = damage.damaged(bad, tmp_path / "worse", damage.drop(rf"{EXPERTS}\.2\.up_proj\.input_scale"))
+    result = run("validate", worse, "--level", "full", "--format", "json", "--baseline", base)
+    assert result.code == 1
+    assert "input-scale-missing" in {one["rule"] for one in result.json["findings"]}
+
+
+def test_text(bad: Path) -> None:
+    result = run("validate", bad, "--level", "full")
+    assert (
+        "NVP501 error block-scale-nan: NaN among block scales\n  layer 0, experts 3, 5, model.layers.0" in result.stdout
+    )
+    assert "NVP404 warning input-scale-differs (4)" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith(f"{bad}: 1 error, 4 warnings (")
+    assert result.stderr == ""
+
+
+def test_stopped_reports_say_so(checkpoint: Fetch, tmp_path: Path) -> None:
+    case = CASES["bad-shard"]
+    folder = case.failing(checkpoint(case.base), tmp_path / "cut")
+    result = run("validate", folder)
+    assert result.code == 1 and "later rules were not judged" in result.stdout
+    assert json.loads(run("validate", folder, "--format", "json").stdout)["stopped"]
+
+
+@pytest.mark.parametrize("form", ["text", "json", "junit", "sarif", "github"])
+def test_output_file(form: str, bad: Path, tmp_path: Path) -> None:
+    direct: Run = run("validate", bad, "--format", form)
+    out = tmp_path / "report"
+    result = run("validate", bad, "--format", form, "--output", out)
+    assert (result.code, result.stdout) == (0, "")
+    assert out.read_text() == direct.stdout
+    assert [path.name for path in tmp_path.iterdir() if "report" in path.name] == ["report"]
+    missing = run("validate", bad, "--format", form, "--output", tmp_path / "no" / "such" / "folder")
+    assert missing.code == 4 and "no/such" in missing.stderr
+
+
+# --- convert goes by the same rules ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name, case in CASES.items() if case.severity == "error" and case.level != "full" and not case.convert],
+)
+def test_convert_refuses_what_is_an_error(name: str, checkpoint: Fetch, tmp_path: Path) -> None:
+    case: Case = CASES[name]
+    failing = case.failing(checkpoint(case.base), tmp_path / "failing")
+    result = run("convert", failing, tmp_path / "out", "--json", *case.options)
+    assert result.code == 3
+    refused = {found["rule"] for found in result.findings}
+    assert refused & {name, "already-packed"}, refused
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_validates_what_it_wrote(checkpoint: Fetch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale that is written wrong keeps the output from its name; nothing that loads is left."""
+    from nvfp4prep import execute
+
+    encode = execute.encode_floats
+    monkeypatch.setattr(execute, "encode_floats", lambda values: encode([0.0 for _ in values]))
+    result = run("convert", checkpoint(DENSE), tmp_path / "out", "--no-smoke")
+    assert result.code == 1
+    assert "does not pass nvfp4prep validate" in result.stderr and "NVP4" in result.stderr
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.rglob("config.json"))
+
+
+def test_a_kv_scale_of_another_dtype_is_read_by_value(checkpoint: Fetch, tmp_path: Path) -> None:
+    case = CASES["kv-scale-one"]
+
+    def ones(ck: damage.Editable) -> None:
+        for name in ck.names(r".*[kv]_scale"):
+            ck.tensors[name] = torch.ones((), dtype=torch.bfloat16)
+
+    source = damage.damaged(checkpoint(case.base), tmp_path / "source", ones)
+    assert "kv-scale-one" in {one["rule"] for one in findings(source)}
