@@ -19,8 +19,18 @@ from nvfp4prep.header import HeaderError, TensorInfo, check_metadata_size, heade
 INDEX = "model.safetensors.index.json"
 MAX_JSON_BYTES = 32_000_000
 """Of a config: the largest MIXED_PRECISION ones have about 5 MB."""
-MAX_LARGE_JSON_BYTES = 256_000_000
-"""Of files that grow with the number of tensors."""
+MAX_LARGE_JSON_BYTES = 128_000_000
+"""Of files that grow with the number of tensors: an index of 1,000,000 tensors has about 110 MB."""
+MAX_JSON_VALUES = 4_000_000
+"""Commas, colons and opening brackets of a JSON file: no value comes without one, and an index has two for each tensor.
+
+A value takes up to 100 bytes in memory, whatever it is. Measured: the worst file within the limits, 128 MB of keys with a
+wide character each, peaks at 1.2 GB; 4,000,000 nested lists and objects at 0.4 GB; a real index of 100 MB too.
+"""
+MAX_JSON_DEPTH = 100
+"""Of objects and lists in each other; a config.json has about five."""
+_MAX_STRING = 1_000_000
+_MAX_NUMBER = 1 << 128
 _LARGE_JSON = frozenset({INDEX, "nvfp4prep.json"})
 PARTIAL_MARKER = ".nvfp4prep-partial"
 """In outputs that the first version of `writer` did not finish."""
@@ -344,58 +354,105 @@ def read_json(root: Path, file: str) -> dict[str, Any] | None:
         refuse("not-a-file", "a folder where a file of the model belongs; rename or remove it", file=file)
     if not path.is_file():
         return None
-    limit = MAX_LARGE_JSON_BYTES if file in _LARGE_JSON else MAX_JSON_BYTES
     try:
-        with path.open("rb") as reader:
-            raw = reader.read(limit + 1)
-        if len(raw) > limit:
-            refuse("bad-json", f"{max(len(raw), path.stat().st_size)} bytes, over the limit of {limit}", file=file)
-        value = _parse_json(raw)
+        value = _parse_json(_read_text(path, MAX_LARGE_JSON_BYTES if file in _LARGE_JSON else MAX_JSON_BYTES))
         for number, place in non_finite(value):
             if math.isnan(number) or file != "config.json" or not may_be_infinite(place):
-                refuse("bad-json", f"{'.'.join(map(str, place))} is {number}, which JSON does not have", file=file)
+                raise ValueError(f"{_dotted(place)} is {number}, which JSON does not have")
     except OSError as error:
         raise EnvironmentFault(f"{file}: can't be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        refuse("bad-json", f"not valid JSON: {error}", file=file)
+    except ValueError as error:
+        refuse("bad-json", f"not valid JSON: {error}" if isinstance(error, _NOT_JSON) else str(error), file=file)
     if not isinstance(value, dict):
         refuse("bad-json", f"a JSON {type(value).__name__}, not an object", file=file)
     return value
 
 
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_NOT_JSON = (json.JSONDecodeError, UnicodeDecodeError)
 
 
-def _parse_json(raw: bytes) -> Any:
-    text = raw.decode(json.detect_encoding(raw))
-    value = json.loads(text)
-    if _SURROGATE.search(text):  # in pairs they are characters, alone no text
-        try:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
-            raise ValueError("a string holds half a surrogate pair, which is no text") from None
+def _read_text(path: Path, limit: int) -> str:
+    """A JSON file's text. Raises ValueError where it, or what would be parsed from it, takes too much memory."""
+    with path.open("rb") as reader:
+        raw = reader.read(limit + 1)
+    if len(raw) > limit:
+        raise ValueError(f"{max(len(raw), path.stat().st_size)} bytes, over the limit of {limit}")
+    if sum(map(raw.count, (b",", b":", b"[", b"{"))) > MAX_JSON_VALUES:
+        raise ValueError(f"over {MAX_JSON_VALUES:,} values; no file of a checkpoint has as many")
+    return raw.decode(json.detect_encoding(raw))
+
+
+def _parse_json(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError for what can't be written again, or would stop other code."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # Python's own limit
+        raise ValueError("a number of thousands of digits") from None
+    except RecursionError:
+        raise ValueError(f"objects or lists nested over {MAX_JSON_DEPTH} deep") from None
+    surrogates = "\\u" in text  # in pairs they are characters, alone no text
+    for key, child, path in _walk(value):
+        if len(path) > MAX_JSON_DEPTH:
+            raise ValueError(f"objects or lists nested over {MAX_JSON_DEPTH} deep")
+        if isinstance(child, int) and abs(child) >= _MAX_NUMBER:
+            raise ValueError(f"{_dotted((*path, key))} is a number of {len(str(abs(child)))} digits")
+        for string in (key, child):
+            if isinstance(string, str):
+                if len(string) > _MAX_STRING:
+                    raise ValueError(f"a string of {len(string)} characters, over the limit of {_MAX_STRING}")
+                if surrogates and not string.isascii():
+                    _check_surrogates(string)
     return value
+
+
+def _check_surrogates(string: str) -> None:
+    try:
+        string.encode()
+    except UnicodeEncodeError:
+        raise ValueError("a string holds half a surrogate pair, which is no text") from None
+
+
+def _dotted(place: Sequence[str | int]) -> str:
+    """A place for a message, cut."""
+    text = ".".join(str(part) if isinstance(part, int) else part[:100] for part in place)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 Place = tuple[str | int, ...]
 """Keys and list positions that lead to a value of a JSON object."""
 
 
+def _walk(value: Any) -> Iterator[tuple[str | int, Any, Sequence[str | int]]]:
+    """Every value inside a JSON value: its key or position, itself, and what leads to the object or list it is in.
+
+    The last is one list that changes on the way; it takes no more memory than the value is deep.
+    """
+
+    def children(part: Any) -> Iterator[tuple[str | int, Any]]:
+        return iter(part.items()) if isinstance(part, dict) else enumerate(part)
+
+    path: list[str | int] = []
+    open_ = [children(value)] if isinstance(value, dict | list) else []
+    while open_:
+        for key, child in open_[-1]:
+            yield key, child, path
+            if isinstance(child, dict | list):
+                path.append(key)
+                open_.append(children(child))
+                break
+        else:
+            open_.pop()
+            if path:
+                path.pop()
+
+
 def non_finite(value: Any) -> Iterator[tuple[float, Place]]:
     """NaN and infinities of a parsed JSON value, with where they are: literals, and numbers too large such as 1e999."""
-    open_: list[tuple[Any, Place]] = [(value, ())]
-    while open_:
-        part, place = open_.pop()
-        children: Iterable[tuple[str | int, Any]] = ()
-        if isinstance(part, dict):
-            children = part.items()
-        elif isinstance(part, list):
-            children = enumerate(part)
-        for key, child in children:
-            if isinstance(child, dict | list):
-                open_.append((child, (*place, key)))
-            elif isinstance(child, float) and not math.isfinite(child):
-                yield child, (*place, key)
+    for key, child, path in _walk(value):
+        if isinstance(child, float) and not math.isfinite(child):
+            yield child, (*path, key)
 
 
 def may_be_infinite(place: Place) -> bool:

@@ -177,7 +177,7 @@ def test_json_limits(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a": [' + "[]," * 30_000_000 + "0]}")
     with pytest.raises(InputRefused, match="over the limit of 32000000"):
         read_json(tmp_path, "config.json")
-    (tmp_path / damage.INDEX).write_text('{"a": "' + "x" * 40_000_000 + '"}')
+    (tmp_path / damage.INDEX).write_text('{"a": ["' + f'{"x" * 800_000}","' * 50 + '"]}')
     assert read_json(tmp_path, damage.INDEX)
 
 
