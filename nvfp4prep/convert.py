@@ -21,7 +21,7 @@ from nvfp4prep.header import TensorInfo
 from nvfp4prep.options import Options, ask
 from nvfp4prep.plan import Plan, index_of, key_of, make_plan, merge
 from nvfp4prep.scales import Resolution, ScalePolicy, changes, output_shape, resolve
-from nvfp4prep.schema import SCALAR_PARAMS, Format, Schema
+from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, Schema
 from nvfp4prep.source import INDEX, verify_unchanged
 from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space, file_sizes
 
@@ -221,7 +221,7 @@ def write_all(
 
     Raises:
         CheckFailed: by `check`, or the output does not pass `validate`.
-        InputRefused: a side file has the name of a file or folder of the output.
+        InputRefused: a side file has the name of a file or folder of the output, or block scales are NaN.
         UsageFault: the destination can't be used.
         EnvironmentFault: I/O; nothing is left under `out`.
     """
@@ -237,6 +237,8 @@ def write_all(
                 if name not in _REWRITTEN:
                     output.copy_side_file(source.root / name, key_of(prepared.folder, name))
         outcome = execute(source, plan, [prepared.job for prepared in targets], output, workers, progress)
+        if outcome.nan:
+            raise InputRefused(_nan_findings(targets[0].checkpoint, outcome.nan_by_tensor()))
         output.seal()
         verify_unchanged(source)
         for prepared in targets:
@@ -251,6 +253,24 @@ def write_all(
 
         output.publish([file for files in small for file in files], overwrite=overwrite, check=validate)
     return Result(out, tuple(written), outcome)
+
+
+def _nan_findings(checkpoint: Checkpoint, counts: Mapping[str, int]) -> list[Finding]:
+    """NVP501 for what the run came across, one for each MoE block or linear."""
+    found: dict[str, list[Linear]] = defaultdict(list)
+    for linear in checkpoint.schema.of_format(Format.NVFP4):
+        if linear.params["weight_scale"].name in counts:
+            found[checkpoint.schema.expert_of.get(linear.module, (linear.module, 0))[0]].append(linear)
+    findings = []
+    for where, linears in found.items():
+        tensor = linears[0].params["weight_scale"]
+        count = sum(counts[linear.params["weight_scale"].name] for linear in linears)
+        message = f"{where}: {count:,} block scales are NaN; outputs become NaN; export these weights again"
+        experts = tuple(sorted({linear.expert for linear in linears if linear.expert is not None}))
+        findings.append(
+            Finding("block-scale-nan", "error", message, tensor.file, tensor.name, linears[0].layer, experts)
+        )
+    return findings
 
 
 def _check_side_files(prepared: Prepared) -> None:

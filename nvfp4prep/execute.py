@@ -38,16 +38,25 @@ class Outcome:
     """What the workers report.
 
     `digests` by (output key, piece number); `rescaled` by (job, block-scale tensor or MoE path); `flushed` counts block
-    scales that a layout could not keep, by (job, MoE path).
+    scales that a layout could not keep, by (job, MoE path); `nan` counts NaN block scales of the source, by (tensor,
+    byte from which on they were read).
     """
 
     digests: dict[tuple[str, int], bytes] = field(default_factory=dict)
+    nan: dict[tuple[str, int], int] = field(default_factory=dict)
     rescaled: dict[tuple[int, str], RescaleCounts] = field(default_factory=dict)
     flushed: dict[tuple[int, str], int] = field(default_factory=dict)
 
     def rescaled_by(self, job: int) -> dict[str, RescaleCounts]:
         """What rescaling did for one job."""
         return {name: counts for (number, name), counts in self.rescaled.items() if number == job}
+
+    def nan_by_tensor(self) -> dict[str, int]:
+        """NaN block scales by tensor."""
+        counts: dict[str, int] = {}
+        for (name, _), count in self.nan.items():
+            counts[name] = counts.get(name, 0) + count
+        return counts
 
     def flushed_by(self, job: int) -> dict[str, int]:
         """Block scales that one job's layout could not keep, by MoE path."""
@@ -82,6 +91,10 @@ class Context:
         if shared is not None and key in shared:
             return shared[key]
         data = read_part(self.descriptors[tensor.file], tensor, start, length)
+        if tensor.dtype == "F8_E4M3" and tensor.name.endswith("weight_scale"):
+            nan = data.count(b"\x7f") + data.count(b"\xff")
+            if nan:
+                self.outcome.nan[tensor.name, start] = nan
         if shared is not None:
             shared[key] = data
         return data

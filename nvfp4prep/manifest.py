@@ -124,7 +124,6 @@ def total_counts(report: GlobalScaleReport, rescaled: Mapping[str, RescaleCounts
 def counts_entry(counts: RescaleCounts) -> dict[str, Any]:
     """Counts as JSON."""
     return {
-        **({"nan": counts.nan} if counts.nan else {}),
         "blocks": counts.blocks,
         "inexact": counts.inexact,
         "max_relative_error": counts.max_relative_error,

@@ -149,7 +149,6 @@ def rescale_text(counts: RescaleCounts) -> str:
     text = f"{counts.inexact:,} of {counts.blocks:,} blocks inexact, largest error {counts.max_relative_error:.2%}"
     lost = [f"{counts.became_subnormal:,} became subnormal"] if counts.became_subnormal else []
     lost += [f"{counts.became_zero:,} became zero"] if counts.became_zero else []
-    lost += [f"{counts.nan:,} are NaN in the source"] if counts.nan else []
     return ", ".join([text, *lost])
 
 

@@ -104,7 +104,6 @@ class RescaleCounts:
     inexact: int = 0
     became_subnormal: int = 0
     became_zero: int = 0
-    nan: int = 0
     max_relative_error: float = 0.0
 
     def __add__(self, other: RescaleCounts) -> RescaleCounts:
@@ -113,7 +112,6 @@ class RescaleCounts:
             self.inexact + other.inexact,
             self.became_subnormal + other.became_subnormal,
             self.became_zero + other.became_zero,
-            self.nan + other.nan,
             max(self.max_relative_error, other.max_relative_error),
         )
 
@@ -121,12 +119,11 @@ class RescaleCounts:
 def count_rescale(histogram: Sequence[int], old: float, new: float) -> RescaleCounts:
     """Counts for block scales with `histogram[code]` codes each that went through `rescale_table(old, new)`."""
     table = rescale_table(old, new)
-    inexact = subnormal = zero = nan = 0
+    inexact = subnormal = zero = 0
     worst = 0.0
     for code in (code for code, count in enumerate(histogram) if count):
         magnitude, count = code & 0x7F, histogram[code]
         if magnitude == E4M3_NAN:
-            nan += count
             continue
         after = table[code] & 0x7F
         exact, rounded = E4M3_VALUES[magnitude] * old, E4M3_VALUES[after] * new
@@ -135,7 +132,7 @@ def count_rescale(histogram: Sequence[int], old: float, new: float) -> RescaleCo
             worst = max(worst, abs(rounded - exact) / exact)
         subnormal += count * (magnitude >= E4M3_SMALLEST_NORMAL_CODE and 0 < after < E4M3_SMALLEST_NORMAL_CODE)
         zero += count * (magnitude > 0 and after == 0)
-    return RescaleCounts(sum(histogram), inexact, subnormal, zero, nan, worst)
+    return RescaleCounts(sum(histogram), inexact, subnormal, zero, worst)
 
 
 @dataclass(frozen=True, slots=True)

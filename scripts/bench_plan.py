@@ -271,6 +271,8 @@ def commands(folder: Path) -> dict[str, list[str]]:
     return {
         "headers, schema, plan": [sys.executable, __file__, "--stages", str(folder)],
         "convert --dry-run --json": [*cli, "convert", "--dry-run", "--json", str(folder), str(folder) + "-out"],
+        "validate --level headers": [*cli, "validate", "--level", "headers", str(folder)],
+        "validate": [*cli, "validate", str(folder)],
         "inspect --json": [*cli, "inspect", "--json", str(folder)],
     }
 

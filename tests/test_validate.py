@@ -266,3 +266,16 @@ def test_a_kv_scale_of_another_dtype_is_read_by_value(checkpoint: Fetch, tmp_pat
 
     source = damage.damaged(checkpoint(case.base), tmp_path / "source", ones)
     assert "kv-scale-one" in {one["rule"] for one in findings(source)}
+
+
+@pytest.mark.parametrize("target", ["hf", "flashinfer-trtllm", "vllm-cutlass"])
+@pytest.mark.parametrize("base", [QWEN, "llama4-nvfp4"])
+def test_convert_lets_no_nan_block_scale_through(base: str, target: str, checkpoint: Fetch, tmp_path: Path) -> None:
+    pattern = r".*layers\.1\..*experts.*down_proj[._]weight_scale"
+    source = damage.damaged(checkpoint(base), tmp_path / "source", codes(pattern, 0xFF, 2))
+    result = run("convert", source, tmp_path / "out", "--target", target, "--no-smoke", "--json")
+    assert result.code == 3
+    (found,) = result.findings
+    assert found["rule"] == "block-scale-nan" and found["layer"] == 1
+    assert f" {16 if base == QWEN else 2} block scales" in found["message"]
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
