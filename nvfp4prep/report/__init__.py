@@ -1,0 +1,1 @@
+"""`report`: one HTML page about a checkpoint. `data` collects, `figures` draws, `page` writes."""
