@@ -388,7 +388,7 @@ def _reasons(verdicts: Iterable[Verdict], when: str) -> Iterator[RenderableType]
 def _reason(reason: Reason) -> Text:
     text = Text(reason.outcome + ("" if reason.sure else "?"), style=_STYLES[reason.outcome])
     text.append(f"  {reason.id}", style="bold")
-    return text.append(f": {reason.text}" if reason.text else "")
+    return text.append(plain(f": {reason.text}") if reason.text else "")
 
 
 def _outlook(outlook: Outlook) -> Iterator[RenderableType]:

@@ -396,14 +396,14 @@ def _parse_json(text: str) -> Any:
     for key, child, path in _walk(value):
         if len(path) > MAX_JSON_DEPTH:
             raise ValueError(f"objects or lists nested over {MAX_JSON_DEPTH} deep")
-        if isinstance(child, int) and abs(child) >= _MAX_NUMBER:
-            raise ValueError(f"{_dotted((*path, key))} is a number of {len(str(abs(child)))} digits")
         for string in (key, child):
             if isinstance(string, str):
                 if len(string) > _MAX_STRING:
                     raise ValueError(f"a string of {len(string)} characters, over the limit of {_MAX_STRING}")
                 if surrogates and not string.isascii():
                     _check_surrogates(string)
+        if isinstance(child, int) and abs(child) >= _MAX_NUMBER:
+            raise ValueError(f"{_dotted((*path, key))} is a number of {len(str(abs(child)))} digits")
     return value
 
 
