@@ -13,7 +13,7 @@ from nvfp4prep.errors import InputRefused
 from nvfp4prep.findings import Finding
 from nvfp4prep.model_config import is_tied
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Schema, build_schema
-from nvfp4prep.source import Source, open_source, read_json
+from nvfp4prep.source import HubRepo, Source, locate, open_directory, open_source, read_json
 from nvfp4prep.survey import read_values
 
 
@@ -32,12 +32,13 @@ class Checkpoint:
 
     @cached_property
     def scale_values(self) -> Mapping[str, tuple[float, ...]]:
-        """Values of every NVFP4 weight_scale_2 and input_scale, read once. Raises EnvironmentFault."""
+        """Values of every NVFP4 and int4 weight_scale_2 and input_scale, read once. Raises EnvironmentFault."""
         return read_values(
             self.source,
             [
                 linear.params[param]
-                for linear in self.schema.of_format(Format.NVFP4)
+                for linear in self.schema.linears.values()
+                if linear.format in (Format.NVFP4, Format.INT4)
                 for param in SCALAR_PARAMS
                 if param in linear.params
             ],
@@ -45,13 +46,26 @@ class Checkpoint:
 
 
 def read_checkpoint(spec: str) -> Checkpoint:
-    """Read and classify a checkpoint; what is wrong with it is in its findings.
+    """Read and classify a checkpoint; what is wrong with it is in its findings. A Hub repo is downloaded in full.
 
     Raises:
         InputRefused: it can't even be read as a checkpoint.
         EnvironmentFault: I/O.
     """
-    source = open_source(spec)
+    return _classify(open_source(spec))
+
+
+def peek_checkpoint(spec: str) -> Checkpoint:
+    """As `read_checkpoint`, but of a Hub repo no shard is downloaded: what is read of its tensors is fetched then."""
+    found = locate(spec)
+    if not isinstance(found, HubRepo):
+        return _classify(open_directory(found))
+    from nvfp4prep.remote import open_remote  # huggingface_hub takes a while to import
+
+    return _classify(open_remote(found))
+
+
+def _classify(source: Source) -> Checkpoint:
     config = read_json(source.root, qc.CONFIG)
     if config is None:
         raise InputRefused(

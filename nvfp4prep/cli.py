@@ -159,6 +159,7 @@ def _numbers(
 
 _TARGETS = (
     "hf",
+    "compressed-tensors",
     "flashinfer-trtllm",
     "flashinfer-cutlass",
     "flashinfer-cutedsl",
@@ -240,6 +241,13 @@ def _with_output_options(command: Callable[..., None]) -> Callable[..., None]:
     default="none",
     show_default=True,
     help="Missing or unusable input_scale: refuse, or take the layer's maximum.",
+)
+@click.option(
+    "--pre-quant-scale",
+    type=click.Choice(["refuse", "fold"]),
+    default="refuse",
+    show_default=True,
+    help="AWQ's factors where a target has no place for them: refuse, or fold them into norms and scales.",
 )
 @click.option(
     "--max-shard-size", type=_ByteSize(), help="Largest output file.  [default: 5GB, or as in SRC's manifest]"
@@ -363,7 +371,7 @@ def unpack(packed: Path, out: Path, workers: int | None, overwrite: bool, as_jso
 @click.argument("ckpt")
 @click.option("--reference", help="The original BF16 checkpoint: directory or Hub repo.")
 @click.option("--source", help="The ModelOpt checkpoint that a packed CKPT was made from.")
-@click.option("--target", type=click.Choice(_TARGETS[1:-1]), help="What a logical CKPT is packed for.  [default: auto]")
+@click.option("--target", type=click.Choice(_TARGETS[2:-1]), help="What a logical CKPT is packed for.  [default: auto]")
 @click.option(
     "--engine", type=click.Choice(["vllm", "sglang"]), default="vllm", show_default=True, help="With --target."
 )
@@ -563,6 +571,32 @@ def _replace_file(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
+@main.command(short_help="Write one HTML page with findings and plots.")
+@click.argument("src")
+@click.option(
+    "-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The page: report.html."
+)
+@click.option("--workers", type=click.IntRange(1, 256), help="Threads.  [default: the CPUs, at most 8]")
+def report(src: str, output: Path, workers: int | None) -> None:
+    """Write one self-contained page about SRC: what it is, validate's findings at level full, plots of its scales."""
+    with _stops(False) as ending:
+        from nvfp4prep import validation
+        from nvfp4prep.checkpoint import read_checkpoint
+        from nvfp4prep.convert import default_workers
+        from nvfp4prep.report import data, page
+        from nvfp4prep.report.histogram import block_scale_histogram, block_scales
+
+        threads = workers or default_workers()
+        checkpoint = read_checkpoint(src)
+        with _scanning(True) as advance:
+            found = validation.validated(src, checkpoint, "full", (), threads, advance)
+        scales = block_scales(checkpoint.schema)
+        histogram = block_scale_histogram(checkpoint.source, scales) if scales else None
+        _replace_file(output, page.render(data.collect(checkpoint, found, histogram)))
+        ending.on_disk = f"{output} is complete"
+        _say(f"Done: {output}\n")
+
+
 @main.command(short_help="List the rules, or explain one.")
 @click.argument("rule", required=False)
 @_json_option
@@ -624,11 +658,12 @@ def _smoke_hook(layers: Any, reports: list[dict[str, Any]], *, shown: bool) -> C
     """For `write_all`: run the smoke check on finished shards; a failure keeps OUT from appearing."""
 
     def check(prepared: Prepared, root: Path) -> None:
+        from nvfp4prep.options import COMPRESSED
         from nvfp4prep.smoke import run, view
         from nvfp4prep.smoke.check import Settings
         from nvfp4prep.smoke.check import check as run_check
 
-        if not prepared.checkpoint.schema.nvfp4_layers:
+        if not prepared.checkpoint.schema.nvfp4_layers or prepared.options.target == COMPRESSED:
             return
         try:
             subject = run.subject_of_output(prepared, root)
@@ -839,7 +874,7 @@ def _print_dry_run(prepared: list[Prepared]) -> None:
 
     for one in prepared:
         _print(Group(*render.shard_list(one)))
-        if one.job.pack is None:
+        if one.options.target == "hf":
             _print(Group(*inspection_view.left_after(outlook_of(one))))
     _say("Dry run: nothing was written.\n")
 
@@ -851,7 +886,7 @@ def _print_result(prepared: list[Prepared], result: Result) -> None:
     from nvfp4prep.inspection import outlook_of
 
     for one in prepared:
-        if one.job.pack is None:
+        if one.options.target == "hf":
             _print(Group(*inspection_view.left_after(outlook_of(one))))
     _print(render.result(prepared, result))
 

@@ -6,9 +6,10 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvfp4prep import checks, validation
 from nvfp4prep import manifest as manifests
@@ -18,12 +19,15 @@ from nvfp4prep.errors import InputRefused
 from nvfp4prep.execute import Job, Outcome, execute, shard_digests
 from nvfp4prep.findings import Finding, errors
 from nvfp4prep.header import TensorInfo
-from nvfp4prep.options import Options, ask
-from nvfp4prep.plan import Plan, index_of, key_of, make_plan, merge
+from nvfp4prep.options import COMPRESSED, Options, ask
+from nvfp4prep.plan import Constant, Divide, Plan, Step, index_of, key_of, make_plan, merge
 from nvfp4prep.scales import Resolution, ScalePolicy, changes, output_shape, resolve
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, Schema
 from nvfp4prep.source import INDEX, verify_unchanged
 from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space, file_sizes
+
+if TYPE_CHECKING:
+    from nvfp4prep.folding import Fold
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 _MOST_SHARD_BYTES = 1 << 62
@@ -76,13 +80,7 @@ def prepare(spec: str, options: Options) -> Prepared:
 
 def findings_of(checkpoint: Checkpoint) -> list[Finding]:
     """What the headers and JSON files of a checkpoint say against converting it, and what else was noticed."""
-    findings = [*checkpoint.findings, *checks.found(checks.HEADERS, checkpoint)]
-    int4 = list(checkpoint.schema.of_format(Format.INT4))
-    if int4:
-        weight = int4[0].params["weight"]
-        message = f"{len(int4)} linears are int4; this version converts NVFP4 checkpoints only; int4 is planned"
-        findings.append(Finding("int4", "error", message, weight.file, weight.name))
-    return findings
+    return [*checkpoint.findings, *checks.found(checks.HEADERS, checkpoint)]
 
 
 def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: int = 0, workers: int = 1) -> Prepared:
@@ -111,7 +109,13 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
     if errors(found):
         raise InputRefused(errors(found))
     job = None
-    if asked.target is None:
+    folds: Mapping[str, Fold] = {}
+    if options.target == COMPRESSED:
+        from nvfp4prep import compressed_tensors
+
+        folds = _folds(checkpoint)
+        plan = compressed_tensors.make_compressed_plan(checkpoint, resolution, folds, shard_bytes, folder, number)
+    elif asked.target is None:
         plan = make_plan(
             source.tensors, source.metadata, schema, policy, asked.weight_only, shard_bytes, folder, number
         )
@@ -119,6 +123,8 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
         from nvfp4prep import packing
         from nvfp4prep.layouts.logical import LayoutError
 
+        folds = _folds(checkpoint)
+        instead = _instead(folds, key_of(folder, asked.target.common), number)
         job = packing.PackJob(asked.target, folder, checkpoint.config, checkpoint.scale_values, {})
         try:
             job = packing.with_facts(job, source, schema, resolution, workers)
@@ -131,14 +137,49 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
                 shard_bytes,
                 job,
                 resolution,
+                instead,
                 number,
             )
         except LayoutError as error:
             raise InputRefused([Finding("target-refused", "error", f"{job.target.layout}: {error}")]) from None
-    if job is None:
+    if options.target == "hf":
         found += _form_warnings(schema, policy, resolution)
     quant = qc.rewrite(schema, checkpoint.quant, checkpoint.exclude)
-    return Prepared(checkpoint, options, policy, shard_bytes, plan, Job(resolution, job), quant, tuple(found), folder)
+    whole = Job(resolution, job, folds)
+    return Prepared(checkpoint, options, policy, shard_bytes, plan, whole, quant, tuple(found), folder)
+
+
+def _folds(checkpoint: Checkpoint) -> dict[str, Fold]:
+    """How pre_quant_scale of each MoE layer is folded away. Raises InputRefused."""
+    from nvfp4prep import folding, targets
+    from nvfp4prep.layouts.logical import LayoutError
+
+    gated = all(moe.gated for moe in checkpoint.schema.moe_layers)
+    activation: str | None = None
+    with suppress(LayoutError):
+        activation = targets.activation_of(checkpoint.config, gated).kind
+    folds, refused = folding.fold_layers(checkpoint, activation)
+    if refused:
+        raise InputRefused(refused)
+    return folds
+
+
+def _instead(folds: Mapping[str, Fold], folder: str, number: int) -> dict[str, Step]:
+    """Steps that write folded norms, and the weights divided for them. Raises InputRefused for a quantised reader."""
+    from nvfp4prep.compressed_tensors import raw_bytes
+
+    steps: dict[str, Step] = {}
+    for path, fold in folds.items():
+        steps[fold.norm.name] = Constant(key_of(folder, fold.norm.name), raw_bytes(fold.folded))
+        for reader in fold.readers:
+            weight = reader.params["weight"]
+            if reader.format is not Format.UNQUANTIZED:
+                message = f"{path}: pre_quant_scale can't be folded: {reader.module} reads the norm and is quantised"
+                raise InputRefused(
+                    [Finding("target-refused", "error", message, weight.file, weight.name, reader.layer)]
+                )
+            steps[weight.name] = Divide(weight, key_of(folder, weight.name), path, number)
+    return steps
 
 
 def _previous_shard_bytes(manifest: Mapping[str, Any] | None) -> int | None:
@@ -291,7 +332,11 @@ def _small_files(prepared: Prepared, manifest: Mapping[str, Any]) -> list[tuple[
         (key_of(place, INDEX), manifests.to_bytes(index)) for place, index in _indexes(prepared.plan, pack is not None)
     ]
     config = prepared.checkpoint.config
-    if pack is None:
+    if prepared.options.target == COMPRESSED:
+        from nvfp4prep import compressed_tensors
+
+        section = compressed_tensors.quantization_config(prepared.checkpoint, prepared.quant, prepared.job.folds)
+    elif pack is None:
         files.append((key_of(folder, qc.HF_QUANT_CONFIG), manifests.to_bytes(qc.hf_quant_config(prepared.quant))))
         section = qc.quantization_config(prepared.quant)
     else:
@@ -330,6 +375,17 @@ def _manifest(prepared: Prepared, number: int, outcome: Outcome, digests: Mappin
     }
     if flushed:
         run["block_scales_flushed"] = flushed
+    if outcome.rounding:
+        run["rounding"] = dict(sorted(outcome.rounding.items()))
+    if prepared.job.folds:
+        run["folded"] = {
+            path: {
+                "norm": fold.norm.name,
+                "norm_rounding": fold.rounding,
+                "divided": [reader.module for reader in fold.readers],
+            }
+            for path, fold in prepared.job.folds.items()
+        }
     prefix = len(prepared.folder) + 1 if prepared.folder else 0
     outputs = {
         shard.file[prefix:]: {"bytes": shard.nbytes, "digest": digests[shard.file]} for shard in prepared.plan.shards

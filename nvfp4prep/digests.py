@@ -12,7 +12,8 @@ import xxhash
 from nvfp4prep.errors import EnvironmentFault
 from nvfp4prep.header import TensorInfo, header_length
 from nvfp4prep.plan import PIECE_BYTES
-from nvfp4prep.source import Source, read_range
+from nvfp4prep.ranges import read_range
+from nvfp4prep.source import Source
 
 _READ_BYTES = 1 << 23
 

@@ -93,6 +93,20 @@ def matcher(engine: Engine, entries: Sequence[str]) -> Matcher:
 
 
 _NAMES, _NAME_LENGTH = 1000, 64  # what the cost of SGLang's regular expressions is estimated for
+MAX_COST = 2 * 10**10
+"""Of one list for one engine, in nanoseconds. 50,000 names and 1,000 modules come to a third of it."""
+
+
+def matching_cost(modules: Sequence[EngineModule], entries: Sequence[str]) -> int:
+    """About how many nanoseconds a matcher of `entries` takes for all modules: each may be compared with each."""
+    names = [
+        name for module in modules for name in (module.names["vllm"], *(() if module.is_experts else module.stored))
+    ]
+    characters = sum(map(len, names))
+    special = [entry for entry in entries if re.search(r"[^\w.-]", entry)]
+    stars = sum(1 + entry.count("*") for entry in special)
+    plain = len(entries) * (100 * len(names) + characters)
+    return plain + 10**6 * len(special) + stars * (500 * len(names) + 10 * characters)
 
 
 def _is_glob(entry: str) -> bool:

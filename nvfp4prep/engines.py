@@ -121,7 +121,7 @@ class Facts:
 
     @cached_property
     def layers(self) -> tuple[LayerScales, ...]:
-        return layer_scales(self.checkpoint.schema, self.values)
+        return layer_scales(self.checkpoint.schema.nvfp4_layers, self.values)
 
     @cached_property
     def groups(self) -> tuple[GroupScales, ...]:

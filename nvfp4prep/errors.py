@@ -14,6 +14,7 @@ EXIT_REFUSED = 3
 EXIT_ENVIRONMENT = 4
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
+_MOST_FINDINGS = 10_000
 
 
 class Stop(Exception):
@@ -35,12 +36,15 @@ class UsageFault(Stop):
 
 
 class InputRefused(Stop):
-    """The input can't be converted as asked; nothing was written. Carries every finding that refuses it."""
+    """The input can't be converted as asked; nothing was written. Carries the findings that refuse it, if not too many.
+
+    A checkpoint of a million tensors, each of them wrong, is told by the first 10,000.
+    """
 
     exit_code = EXIT_REFUSED
 
     def __init__(self, findings: Sequence[Finding]) -> None:
-        self.findings = tuple(findings)
+        self.findings = tuple(findings[:_MOST_FINDINGS])
         super().__init__("\n".join(str(finding) for finding in self.findings))
 
 

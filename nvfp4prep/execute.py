@@ -12,13 +12,31 @@ import xxhash
 
 from nvfp4prep.errors import EnvironmentFault
 from nvfp4prep.header import TensorInfo
-from nvfp4prep.plan import PIECE_BYTES, Copy, Fill, Item, Pack, Parameters, Plan, RescaleBlocks, Step, Unpack
+from nvfp4prep.plan import (
+    PIECE_BYTES,
+    Compress,
+    Constant,
+    Copy,
+    Dequantize,
+    Divide,
+    Fill,
+    Item,
+    Pack,
+    Parameters,
+    Plan,
+    RescaleBlocks,
+    Step,
+    Unpack,
+    Widen,
+)
 from nvfp4prep.scales import RescaleCounts, Resolution
 from nvfp4prep.source import Source, opened_shards, read_part
 from nvfp4prep.survey import encode_floats
+from nvfp4prep.widening import widened
 from nvfp4prep.writer import PartialOutput
 
 if TYPE_CHECKING:
+    from nvfp4prep.folding import Fold
     from nvfp4prep.packing import PackJob
 
 _READ_BYTES = 1 << 23
@@ -27,10 +45,11 @@ _RESCALE_BYTES = 1 << 21
 
 @dataclass(frozen=True)
 class Job:
-    """One target of a run: how its scales were resolved, and how it packs experts (None: `hf`)."""
+    """One target of a run: how its scales were resolved, how it packs experts (None: not), folds by MoE path."""
 
     resolution: Resolution
     pack: PackJob | None = None
+    folds: Mapping[str, Fold] = field(default_factory=dict)
 
 
 @dataclass
@@ -39,11 +58,12 @@ class Outcome:
 
     `digests` by (output key, piece number); `rescaled` by (job, block-scale tensor or MoE path); `flushed` counts block
     scales that a layout could not keep, by (job, MoE path); `nan` counts NaN block scales of the source, by (tensor,
-    byte from which on they were read).
+    byte from which on they were read); `rounding` is the largest relative error of values written in fewer bits.
     """
 
     digests: dict[tuple[str, int], bytes] = field(default_factory=dict)
     nan: dict[tuple[str, int], int] = field(default_factory=dict)
+    rounding: dict[str, float] = field(default_factory=dict)
     rescaled: dict[tuple[int, str], RescaleCounts] = field(default_factory=dict)
     flushed: dict[tuple[int, str], int] = field(default_factory=dict)
 
@@ -165,6 +185,14 @@ def _run_step(context: Context, step: Step) -> None:
             context.put(step.key, encode_floats(context.jobs[step.job].resolution.values[step.name]))
         case RescaleBlocks():
             _rescale(context, step)
+        case Widen():
+            _widen(context, step)
+        case Constant():
+            context.put(step.key, step.data)
+        case Compress() | Dequantize() | Divide():
+            from nvfp4prep import compressed_tensors
+
+            compressed_tensors.run(context, step)
         case Pack() | Parameters() | Unpack():
             from nvfp4prep import packing  # torch, only where experts are packed
 
@@ -212,6 +240,18 @@ def _rescale(context: Context, step: RescaleBlocks) -> None:
     for number, piece in enumerate(pieces.digests()):
         context.outcome.digests[step.key, number] = piece
     context.outcome.rescaled[step.job, tensor.name] = counts
+
+
+def _widen(context: Context, step: Widen) -> None:
+    tensor, target = step.tensor, context.plan.outputs[step.key]
+    pieces = PieceHasher()
+    for at in range(0, tensor.nbytes, _READ_BYTES):
+        data = widened(tensor.dtype, context.read(tensor, at, min(_READ_BYTES, tensor.nbytes - at))).tobytes()
+        context.output.write(target.file, target.start + 2 * at, data)
+        pieces.update(data)
+        context.progress(len(data))
+    for number, piece in enumerate(pieces.digests()):
+        context.outcome.digests[step.key, number] = piece
 
 
 # --- digests --------------------------------------------------------------------------------------------------------

@@ -23,8 +23,11 @@ MAX_TENSORS = 1_000_000
 MAX_NAME_BYTES = 200_000_000
 """That the names of a checkpoint's tensors may take in memory: 200 for each of MAX_TENSORS."""
 MAX_DIMENSIONS = 16
+MAX_TOTAL_BYTES = 100 * 10**12
+"""Of all tensors of a checkpoint; a sparse file can claim any size. The largest of today have about 4 TB."""
+_MAX_NAME = 1024
 _MAX_ENTRY_BYTES = 65_536
-"""Of a tensor's name, and of what stands beside it: a hundred times what a tensor of MAX_DIMENSIONS needs."""
+"""Of a tensor's JSON: a hundred times what one of MAX_DIMENSIONS needs."""
 _MAX_METADATA_JSON = 4_000_000
 _MAX_COUNT = 1 << 63
 _MAX_SHOWN = 200
@@ -173,8 +176,8 @@ def _entries(raw: bytes) -> Iterator[tuple[str, bytes]]:
         key = _NAME.match(raw, position)
         if key is None:
             raise HeaderError(f"the header is not JSON: at byte {position} a name was expected")
-        if len(key[1]) > _MAX_ENTRY_BYTES:
-            raise HeaderError(f"at byte {position} stands a name of {len(key[1])} bytes, over {_MAX_ENTRY_BYTES}")
+        if len(key[1]) > _MAX_NAME:
+            raise HeaderError(f"at byte {position} stands a name of {len(key[1])} bytes, over {_MAX_NAME}")
         name = _json(key[1])
         if b"\\" in key[1]:
             try:
@@ -254,20 +257,24 @@ def check_metadata_size(metadata: Mapping[str, str]) -> None:
 
 @dataclass
 class Tally:
-    """How many tensors were found, and what their names take in memory, over all shards of a checkpoint."""
+    """What was found over all shards of a checkpoint: tensors, what their names take in memory, and their bytes."""
 
     tensors: int = 0
     name_bytes: int = 0
+    nbytes: int = 0
 
-    def add(self, names: Iterable[str]) -> None:
-        """Count tensors. Raises HeaderError beyond MAX_TENSORS or MAX_NAME_BYTES."""
-        for name in names:
+    def add(self, found: Iterable[TensorInfo]) -> None:
+        """Count tensors. Raises HeaderError beyond MAX_TENSORS, MAX_NAME_BYTES or MAX_TOTAL_BYTES."""
+        for tensor in found:
             self.tensors += 1
-            self.name_bytes += sys.getsizeof(name)
+            self.name_bytes += sys.getsizeof(tensor.name)
+            self.nbytes += tensor.nbytes
             if self.tensors > MAX_TENSORS:
                 raise HeaderError(f"over {MAX_TENSORS:,} tensors in all; nvfp4prep reads no checkpoint that large")
             if self.name_bytes > MAX_NAME_BYTES:
                 raise HeaderError(f"the names of all tensors take over {MAX_NAME_BYTES:,} bytes")
+            if self.nbytes > MAX_TOTAL_BYTES:
+                raise HeaderError(f"over {MAX_TOTAL_BYTES:,} bytes in all; nvfp4prep reads no checkpoint that large")
 
 
 def parse_header(raw: bytes, file: str, file_bytes: int) -> tuple[list[TensorInfo], dict[str, str]]:
@@ -292,8 +299,8 @@ def parse_header(raw: bytes, file: str, file_bytes: int) -> tuple[list[TensorInf
         if name == "__metadata__":
             metadata = _parse_metadata(entry)
             continue
-        tally.add((name,))
         table[name] = _parse_tensor(name, entry, file, base, shapes)
+        tally.add((table[name],))
     tensors = sorted(table.values(), key=lambda tensor: (tensor.start, tensor.end))
     position = base
     for tensor in tensors:

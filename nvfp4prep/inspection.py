@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -35,7 +34,8 @@ from nvfp4prep.scalestats import (
     times,
 )
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, build_schema
-from nvfp4prep.source import read_json, read_range
+from nvfp4prep.source import read_json
+from nvfp4prep.survey import read_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,18 +188,7 @@ def _pre_quant_digests(checkpoint: Checkpoint) -> dict[str, bytes]:
         for linear in moe.w13
         if "pre_quant_scale" in linear.params
     ]
-    digests = {}
-    descriptors: dict[str, int] = {}
-    try:
-        for tensor in tensors:
-            if tensor.file not in descriptors:
-                descriptors[tensor.file] = checkpoint.source.open_shard(tensor.file)
-            raw = read_range(descriptors[tensor.file], tensor.file, tensor.start, tensor.nbytes)
-            digests[tensor.name] = hashlib.blake2b(raw, digest_size=16).digest()
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
-    return digests
+    return read_each(checkpoint.source, tensors, lambda _, raw: hashlib.blake2b(raw, digest_size=16).digest())
 
 
 def _detail(schema: Schema, values: Mapping[str, tuple[float, ...]], layer: int) -> Detail:

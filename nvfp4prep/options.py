@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.errors import InputRefused
+from nvfp4prep.findings import Finding
 from nvfp4prep.scales import ImputePolicy, InputScalePolicy, ScalePolicy
 from nvfp4prep.schema import Format, Linear, Schema
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from nvfp4prep.targets import Target
 
 W13Choice = Literal["auto", "split", "unify"]
+PreQuantChoice = Literal["refuse", "fold"]
+COMPRESSED = "compressed-tensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class Options:
     input_scale: InputScalePolicy = "layer-max"
     w13_scale: W13Choice = "auto"
     impute: ImputePolicy = "none"
+    pre_quant_scale: PreQuantChoice = "refuse"
     max_shard_bytes: int | None = None
     engine: Engine = "vllm"
     tp: int = 1
@@ -38,7 +42,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A target with its scale policy for one checkpoint; `target` is None for `hf`.
+    """A target with its scale policy for one checkpoint; `target` is None where nothing is packed for a kernel.
 
     `weight_only` are the modules that need no input_scale there.
     """
@@ -60,12 +64,28 @@ def ask(checkpoint: Checkpoint, options: Options) -> Ask:
     if options.target == "hf":
         w13 = "unify" if options.w13_scale == "auto" else options.w13_scale
         return Ask(ScalePolicy(options.input_scale, w13, options.impute), checkpoint.weight_only)
+    if options.target == COMPRESSED:
+        from nvfp4prep import compressed_tensors
+
+        if options.w13_scale == "split":
+            message = "--w13-scale split: engines read one global scale for gate and up of it; use unify or auto"
+            raise InputRefused([Finding("target-refused", "error", f"{COMPRESSED}: {message}")])
+        refused = compressed_tensors.refusals(checkpoint, options.pre_quant_scale == "fold")
+        if refused:
+            raise InputRefused(refused)
+        return Ask(ScalePolicy(options.input_scale, "unify", options.impute), checkpoint.weight_only)
     from nvfp4prep import targets
 
     schema, config = checkpoint.schema, checkpoint.config
     target = targets.Target(options.target, options.engine, options.tp, options.ep, options.activation_dtype)
     refused = targets.check_target(
-        schema, config, checkpoint.weight_only, target, options.w13_scale, options.input_scale
+        schema,
+        config,
+        checkpoint.weight_only,
+        target,
+        options.w13_scale,
+        options.input_scale,
+        options.pre_quant_scale,
     )
     if refused:
         raise InputRefused(refused)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +37,7 @@ from nvfp4prep.plan import (
     Rank,
     Shard,
     Spec,
+    Step,
     Unpack,
     aligned,
     files_of,
@@ -49,7 +51,7 @@ from nvfp4prep.plan import (
 from nvfp4prep.quant_config import QuantConfig, hf_quant_config, quantization_config
 from nvfp4prep.scales import E4M3_NAN, F32_MIN_NORMAL, RescaleCounts, Resolution, ScalePolicy, fault, output_shape
 from nvfp4prep.schema import SCALAR_PARAMS, Linear, MoeLayer, Schema, dialect_of
-from nvfp4prep.source import Source, opened_shards, read_part, read_tensor
+from nvfp4prep.source import Source, read_slice, read_tensor
 from nvfp4prep.targets import IDENTITY, Target, activation_of, has_biases
 
 if TYPE_CHECKING:
@@ -261,17 +263,18 @@ def make_packed_plan(
     max_shard_bytes: int,
     job: PackJob,
     resolution: Resolution,
+    instead: Mapping[str, Step],
     number: int,
 ) -> Plan:
     """The plan for a packed target: everything but routed experts as for `hf`, and each rank's packed experts.
 
     Args: as `plan.make_plan`; `job` (`with_facts` has passed) and its index `number`; `resolution` only for the shapes
-        of small tensors.
+        of small tensors; `instead` as in `plan.logical_steps`.
     """
     target, layers = job.target, schema.nvfp4_layers
     skip = frozenset(linear.module for moe in layers for linear in (*moe.w13, *moe.w2))
     common = key_of(job.folder, target.common)
-    specs, steps, imputed = logical_steps(tensors, schema, policy, weight_only, skip, common, number)
+    specs, steps, imputed = logical_steps(tensors, schema, policy, weight_only, skip, instead, common, number)
     steps += [(f"{moe.path} expert {e}", Pack(moe, e, number)) for moe in layers for e in range(moe.expert_count)]
     shards: list[Shard] = []
     stacked: set[str] = set()
@@ -553,7 +556,8 @@ def _moe_entry(moe: MoeLayer, policy: ScalePolicy) -> dict[str, Any]:
     for projection, linear in first.items():
         if linear is None:
             continue
-        specs = {param: [info.dtype, list(info.shape)] for param, info in linear.params.items()}
+        kept = {param: info for param, info in linear.params.items() if param != "pre_quant_scale"}  # folded away
+        specs = {param: [info.dtype, list(info.shape)] for param, info in kept.items()}
         wanted = [*linear.params, *(["input_scale"] if _has_input_scale(moe) else [])]
         for param in SCALAR_PARAMS:
             if param in wanted:
@@ -576,10 +580,8 @@ def with_facts(job: PackJob, source: Source, schema: Schema, resolution: Resolut
     Raises:
         InputRefused: block scales, biases or scalars that the kernel can't compute with.
     """
-    with opened_shards(source) as descriptors:
-        from_source = reader(
-            lambda tensor, start, length: read_part(descriptors[tensor.file], tensor, start, length), source.tensors
-        )
+    with source.reader() as ranges:
+        from_source = reader(partial(read_slice, ranges), source.tensors)
         found = replace(job, facts=layer_facts(schema, job.target, resolution, from_source, workers))
         refused = scalar_findings(schema.nvfp4_layers, found, resolution) or bias_findings(
             schema, found, resolution, from_source, workers

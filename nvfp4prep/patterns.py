@@ -12,6 +12,8 @@ MAX_PATTERN = 1000
 """Characters of an entry of an exclude list; none that names a module or several is nearly as long."""
 MAX_STEPS = 10**9
 """Steps of matching that all patterns of a list may take together."""
+GLOB_STEPS = 10**5
+"""What making a pattern of a glob is counted for."""
 
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}|\(\?(?:P<\w+>|<?[=!]|[aiLmsu]*[:)])|.", re.DOTALL)
 _SURE = re.compile(r"(?:\\d|\[0-9\])[*+](?=\\\.|\Z)|(?<!\\)\.\*\Z")  # can end in one place only
@@ -70,7 +72,10 @@ class Budget:
 
     def allows(self, pattern: Pattern, names: int, length: int) -> bool:
         """Take what matching `names` names of `length` characters at most costs; False when too little is left."""
-        cost = names * pattern.steps(length)
+        return self.take(names * pattern.steps(length))
+
+    def take(self, cost: int) -> bool:
+        """Take a cost; False, and nothing taken, when too little is left."""
         if cost > self._left:
             return False
         self._left -= cost

@@ -81,7 +81,53 @@ class Unpack:
     job: int
 
 
-Step = Copy | Fill | RescaleBlocks | Pack | Parameters | Unpack
+@dataclass(frozen=True, slots=True)
+class Widen:
+    """A BF16 or F16 tensor as F32, by value."""
+
+    tensor: TensorInfo
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Bytes that are known when the plan is made."""
+
+    key: str
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Compress:
+    """An int4 linear's weight and group scales in compressed-tensors' form; `rows` are factors of its rows."""
+
+    linear: Linear
+    keys: tuple[str, str]
+    rows: TensorInfo | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantize:
+    """A 4-bit linear's weight in BF16, with its pre_quant_scale; columns divided by the factor of a layer's fold."""
+
+    linear: Linear
+    key: str
+    global_scale: float
+    fold: str | None
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Divide:
+    """A float weight with its columns divided by the factor of the fold of a MoE layer, in its own dtype."""
+
+    tensor: TensorInfo
+    key: str
+    fold: str
+    job: int
+
+
+Step = Copy | Fill | RescaleBlocks | Widen | Constant | Compress | Dequantize | Divide | Pack | Parameters | Unpack
 """`job` is the index of the target that a step works for (a run may write several)."""
 
 
@@ -158,7 +204,7 @@ def make_plan(
         folder: where the files lie, relative to the output.
         job: index of this target in the run.
     """
-    specs, steps, imputed = logical_steps(tensors, schema, policy, weight_only, frozenset(), folder, job)
+    specs, steps, imputed = logical_steps(tensors, schema, policy, weight_only, frozenset(), {}, folder, job)
     shards = place(specs, metadata, max_shard_bytes, folder)
     return Plan(shards, outputs_of(shards, folder), gather(steps), tuple(imputed))
 
@@ -169,17 +215,21 @@ def logical_steps(
     policy: ScalePolicy,
     weight_only: frozenset[str],
     skip: frozenset[str],
+    instead: Mapping[str, Step],
     folder: str,
     job: int,
 ) -> tuple[dict[str, Spec], list[tuple[str, Step]], list[str]]:
-    """Specs of tensors in the checkpoint's own form, labelled steps, imputed names; modules in `skip` are left out."""
+    """Specs of tensors in the checkpoint's own form, labelled steps, imputed names.
+
+    Modules in `skip` are left out; `instead` has the steps that write some unquantised tensors, which are not copied.
+    """
     specs: dict[str, Spec] = {}
     steps: list[tuple[str, Step]] = []
     imputed: list[str] = []
     rescalable = _rescalable(schema, policy)
     done: set[str] = set()
     for linear in schema.linears.values():
-        if linear.format is not Format.NVFP4 and linear.module not in skip:
+        if linear.format not in (Format.NVFP4, Format.INT4) and linear.module not in skip:
             continue
         done.update(tensor.name for tensor in linear.params.values())
         if linear.module in skip:
@@ -190,14 +240,17 @@ def logical_steps(
             if param in SCALAR_PARAMS:
                 continue
             specs[tensor.name] = (tensor.dtype, tensor.shape)
-            if param == "weight_scale" and linear.module in rescalable:
+            if param == "weight_scale" and tensor.dtype in ("BF16", "F16"):
+                specs[tensor.name] = ("F32", tensor.shape)
+                steps.append((label, Widen(tensor, key_of(folder, tensor.name))))
+            elif param == "weight_scale" and linear.module in rescalable:
                 steps.append((label, RescaleBlocks(tensor, key_of(folder, tensor.name), job)))
             else:
                 steps += copies(tensor, label, folder)
         for param in SCALAR_PARAMS:
             name = linear.tensor_name(param)
             if param not in linear.params:
-                if linear.module in weight_only or policy.impute == "none":
+                if linear.module in weight_only or policy.impute == "none" or param == "weight_scale_2":
                     continue
                 imputed.append(name)
             specs[name] = ("F32", output_shape(linear, param, policy))
@@ -205,7 +258,7 @@ def logical_steps(
     for name, tensor in tensors.items():
         if name not in done:
             specs[name] = (tensor.dtype, tensor.shape)
-            steps += copies(tensor, name, folder)
+            steps += [(name, instead[name])] if name in instead else copies(tensor, name, folder)
     return specs, steps, imputed
 
 

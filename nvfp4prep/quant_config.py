@@ -9,25 +9,29 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from nvfp4prep.dialects import natural_key
-from nvfp4prep.engine_excludes import SomeShards, engine_modules, matcher
+from nvfp4prep.engine_excludes import MAX_COST, SomeShards, engine_modules, matcher, matching_cost
+from nvfp4prep.errors import InputRefused
 from nvfp4prep.findings import Finding
-from nvfp4prep.patterns import MAX_PATTERN, Budget, compiled
-from nvfp4prep.schema import GROUP_SIZE, Format, Schema
+from nvfp4prep.patterns import GLOB_STEPS, MAX_PATTERN, MAX_STEPS, Budget, compiled
+from nvfp4prep.schema import GROUP_SIZE, Format, Linear, Schema
 
 CONFIG = "config.json"
 HF_QUANT_CONFIG = "hf_quant_config.json"
 
 W4A4 = "NVFP4"
 W4A16 = "W4A16_NVFP4"
+INT4_W4A16 = "W4A16_AWQ"
+INT4_W4A8 = "W4A8_AWQ"
 MIXED = "MIXED_PRECISION"
 NVFP4_ALGOS = (W4A4, W4A16, "NVFP4_AWQ")
+INT4_ALGOS = (INT4_W4A16, INT4_W4A8)
 
 _KNOWN_FLAT = {
     "quant_algo",
@@ -42,6 +46,9 @@ _KNOWN_FLAT = {
     "producer",
 }
 _KNOWN_NESTED = {"quant_algo", "exclude_modules", "ignore", "kv_cache_quant_algo", "group_size", "quantized_layers"}
+
+_MAX_EXCLUDE = 100_000
+_NAME_STEPS = 50  # what a module that an entry may hit is counted for
 
 
 @dataclass(frozen=True)
@@ -253,13 +260,15 @@ def algo_of(module: str, config: QuantConfig, moe_container: str | None = None) 
 
 
 def weight_only_modules(schema: Schema, config: QuantConfig) -> frozenset[str]:
-    """NVFP4 modules that need no input_scale: declared W4A16, or none of the whole checkpoint has one."""
-    nvfp4 = list(schema.of_format(Format.NVFP4))
-    if not any("input_scale" in linear.params for linear in nvfp4):
-        return frozenset(linear.module for linear in nvfp4)
+    """4-bit modules that need no input_scale: declared W4A16, or none of the whole checkpoint has one."""
+    quantized = [*schema.of_format(Format.NVFP4), *schema.of_format(Format.INT4)]
+    if not any("input_scale" in linear.params for linear in quantized):
+        return frozenset(linear.module for linear in quantized)
     containers = _containers(schema)
     return frozenset(
-        linear.module for linear in nvfp4 if algo_of(linear.module, config, containers.get(linear.module)) == W4A16
+        linear.module
+        for linear in quantized
+        if algo_of(linear.module, config, containers.get(linear.module)) in (W4A16, INT4_W4A16)
     )
 
 
@@ -271,11 +280,10 @@ def check_config(schema: Schema, config: QuantConfig) -> list[Finding]:
     """What the configuration claims against what is stored; errors where no reading of both makes sense."""
     findings: list[Finding] = []
     stored = {kind: list(schema.of_format(kind)) for kind in Format}
-    if stored[Format.INT4] and not stored[Format.NVFP4]:
-        if config.algo in NVFP4_ALGOS:
-            message = f"quant_algo is {config.algo} but {len(stored[Format.INT4])} linears are stored as int4"
-            findings.append(Finding("algo-contradicts-weights", "error", f"{message}; correct quant_algo", CONFIG))
-        return findings
+    if stored[Format.INT4]:
+        findings += _check_int4(stored[Format.INT4], config)
+        if not stored[Format.NVFP4]:
+            return findings
     if not stored[Format.NVFP4]:
         return [
             Finding(
@@ -347,6 +355,27 @@ def check_config(schema: Schema, config: QuantConfig) -> list[Finding]:
     return findings
 
 
+def _check_int4(linears: Sequence[Linear], config: QuantConfig) -> list[Finding]:
+    """int4 linears against the algorithm and the group size."""
+    findings = []
+    if config.algo not in (*INT4_ALGOS, MIXED):
+        message = f"quant_algo is {config.algo} but {len(linears)} linears are stored as int4; correct quant_algo"
+        findings.append(Finding("algo-contradicts-weights", "error", message, CONFIG))
+    if config.algo == INT4_W4A8 and not any("input_scale" in linear.params for linear in linears):
+        message = f"quant_algo is {config.algo} but no input_scale is stored: written as {INT4_W4A16}"
+        findings.append(Finding("no-input-scales", "warning", message, CONFIG))
+    expected = config.group_size or linears[0].group_size
+    odd = [linear for linear in linears if linear.group_size != expected]
+    if odd:
+        scale = odd[0].params["weight_scale"]
+        message = (
+            f"{list(scale.shape)} group scales for {odd[0].columns} columns are groups of {odd[0].group_size}, not "
+            f"{expected} ({len(odd)} linears): partial groups and several group sizes can't be converted"
+        )
+        findings.append(Finding("group-size", "error", message, scale.file, scale.name, odd[0].layer))
+    return findings
+
+
 @dataclass(frozen=True, slots=True)
 class ExcludeReport:
     """The exclude list written anew, and what happened to the old entries."""
@@ -370,6 +399,9 @@ def rewrite_exclude(schema: Schema, exclude: Sequence[str], tied: bool) -> Exclu
         schema: what is stored.
         exclude: the old entries: exact names, module prefixes, globs, or `re:` patterns.
         tied: config.json's tie_word_embeddings.
+
+    Raises:
+        InputRefused: there are so many entries and modules that no engine would start in time either.
     """
     plain = {
         linear.module.removesuffix(".gate_up_proj").removesuffix(".down_proj") if linear.experts else linear.module
@@ -382,12 +414,13 @@ def rewrite_exclude(schema: Schema, exclude: Sequence[str], tied: bool) -> Exclu
     quantized += [moe.container for moe in schema.moe_layers if moe.format is not Format.UNQUANTIZED]
     if tied and not any(module.rpartition(".")[2] == "lm_head" for module in (*plain, *quantized)):
         plain.add("lm_head")
-    corrupted = [entry for entry in exclude if not entry or not entry.isprintable()]
+    _check_size(schema, exclude, plain)
+    corrupted = dict.fromkeys(entry for entry in exclude if not entry or not entry.isprintable())
     untried: list[str] = []
     match = _matcher([*plain, *quantized], untried)
     quantized_set = set(quantized)
     unmatched, contradicted, covered = [], [], set()
-    over: dict[str, list[str]] = {}
+    over: dict[str, tuple[int, str]] = {}
     for entry in dict.fromkeys(exclude):
         if entry in corrupted:
             continue
@@ -398,7 +431,7 @@ def rewrite_exclude(schema: Schema, exclude: Sequence[str], tied: bool) -> Exclu
             unmatched.append(entry)  # also those that were not tried
         elif wrong:
             contradicted.append(entry)
-            over[entry] = wrong
+            over[entry] = len(wrong), wrong[0]
     names = tuple(sorted(plain, key=natural_key))
     added = tuple(name for name in names if name not in covered)
     findings = []
@@ -411,7 +444,7 @@ def rewrite_exclude(schema: Schema, exclude: Sequence[str], tied: bool) -> Exclu
             "exclude-pattern",
             "entries of the exclude list are no pattern that can be matched; convert drops them",
         ),
-        (corrupted, "exclude-corrupted", "corrupted entries of the exclude list; convert drops them"),
+        (list(corrupted), "exclude-corrupted", "corrupted entries of the exclude list; convert drops them"),
         (unmatched, "exclude-unmatched", "entries of the exclude list match no stored module; convert drops them"),
         (added, "exclude-added", "modules stored unquantised that the exclude list does not name; convert lists them"),
     ):
@@ -426,17 +459,28 @@ def rewrite_exclude(schema: Schema, exclude: Sequence[str], tied: bool) -> Exclu
                     CONFIG,
                 )
             )
-    for entry, wrong in over.items():
+    for entry, (count, first) in over.items():
         findings.append(
             Finding(
                 "exclude-contradicted",
                 "warning",
-                f"{_shown(entry)} excludes {len(wrong)} modules stored quantised ({wrong[0]}); convert drops it",
+                f"{_shown(entry)} excludes {count} modules stored quantised ({first}); convert drops it",
                 CONFIG,
             )
         )
     findings += overmatches(schema, names)
     return ExcludeReport(names, tuple(corrupted), tuple(unmatched), tuple(contradicted), added, tuple(findings))
+
+
+def _check_size(schema: Schema, exclude: Sequence[str], plain: Collection[str]) -> None:
+    """Refuse exclude lists, the old one and the one to be written, that would take minutes to compare with modules."""
+    modules = engine_modules(schema)
+    for entries in (exclude, tuple(plain)):
+        if len(exclude) > _MAX_EXCLUDE or matching_cost(modules, entries) > MAX_COST:
+            message = (
+                f"an exclude list of {len(entries):,} entries for {len(modules):,} modules is too long to be judged"
+            )
+            raise InputRefused([Finding("bad-json", "error", message, CONFIG)])
 
 
 def _shown(entry: str) -> str:
@@ -451,7 +495,8 @@ def _matcher(modules: Iterable[str], untried: list[str]) -> Callable[[str], list
     """
     ordered = sorted(set(modules))
     longest = max(map(len, ordered), default=0)
-    budget = Budget()
+    average = sum(map(len, ordered)) // max(len(ordered), 1)
+    budget, plain_budget = Budget(), Budget(5 * MAX_STEPS)
 
     def starting_with(prefix: str) -> list[str]:
         begin = bisect_left(ordered, prefix)
@@ -460,18 +505,23 @@ def _matcher(modules: Iterable[str], untried: list[str]) -> Callable[[str], list
 
     def match(entry: str) -> list[str]:
         if entry.startswith("re:"):
-            pattern = compiled(entry[3:])
+            pattern = compiled(entry[3:]) if budget.take(GLOB_STEPS) else None
             if pattern is None or not budget.allows(pattern, len(ordered), longest):
                 untried.append(entry)
                 return []
             return [module for module in ordered if pattern.regex.match(module)]
         literal = re.split(r"[*?\[]", entry, maxsplit=1)[0]
+        candidates = starting_with(literal)
         if literal == entry:
-            return [module for module in starting_with(entry) if module == entry or module.startswith(entry + ".")]
-        if len(entry) > MAX_PATTERN:
+            if not plain_budget.take(_NAME_STEPS * len(candidates)):
+                untried.append(entry)
+                return []
+            return [module for module in candidates if module == entry or module.startswith(entry + ".")]
+        steps = GLOB_STEPS + len(candidates) * (_NAME_STEPS + average) * (1 + entry.count("*"))
+        if len(entry) > MAX_PATTERN or not plain_budget.take(steps):
             untried.append(entry)
             return []
-        return [module for module in starting_with(literal) if fnmatchcase(module, entry)]
+        return [module for module in candidates if fnmatchcase(module, entry)]
 
     return match
 
@@ -502,10 +552,10 @@ def overmatches(schema: Schema, names: Sequence[str]) -> list[Finding]:
 def rewrite(schema: Schema, config: QuantConfig, exclude: ExcludeReport) -> QuantConfig:
     """The configuration that says what is stored: algorithm, explicit excludes, every linear when mixed."""
     algo = config.algo
-    nvfp4 = list(schema.of_format(Format.NVFP4))
-    if algo in (W4A4, "NVFP4_AWQ") and not any("input_scale" in linear.params for linear in nvfp4):
-        algo = W4A16
-    group_size = GROUP_SIZE if algo != MIXED else None
+    quantized = [*schema.of_format(Format.NVFP4), *schema.of_format(Format.INT4)]
+    if not any("input_scale" in linear.params for linear in quantized):
+        algo = {W4A4: W4A16, "NVFP4_AWQ": W4A16, INT4_W4A8: INT4_W4A16}.get(algo, algo)
+    group_size = quantized[0].group_size if algo != MIXED else None
     layers = _rewrite_layers(schema, config) if algo == MIXED else None
     return replace(config, algo=algo, exclude=exclude.names, group_size=group_size, layers=layers)
 
@@ -523,6 +573,9 @@ def _rewrite_layers(schema: Schema, config: QuantConfig) -> dict[str, dict[str, 
             if declared not in NVFP4_ALGOS or linear.module in weight_only:
                 declared = W4A16 if linear.module in weight_only else W4A4
             entry: dict[str, Any] = {"quant_algo": declared, "group_size": GROUP_SIZE}
+        elif linear.format is Format.INT4:
+            declared = INT4_W4A16 if linear.module in weight_only else INT4_W4A8
+            entry = {"quant_algo": declared, "group_size": linear.group_size}
         elif linear.format is Format.FP8:
             entry = dict(old.get(linear.module) or {"quant_algo": "FP8"})
         elif linear.module in old:
@@ -553,6 +606,8 @@ def _config_groups(config: QuantConfig) -> dict[str, Any] | None:
 
     if config.algo in NVFP4_ALGOS:
         return {"group_0": group(config.algo, ["Linear"], config.group_size)}
+    if config.algo in INT4_ALGOS:
+        return None
     by_algo: dict[str, list[str]] = defaultdict(list)
     for module, entry in (config.layers or {}).items():
         by_algo[str(entry.get("quant_algo", "")).upper()].append(module)
@@ -581,7 +636,12 @@ def quantization_config(config: QuantConfig) -> dict[str, Any]:
         section["kv_cache_quant_algo"] = config.kv_cache
     if config.producer is not None:
         section["producer"] = dict(config.producer)
-    return section | dict(config.extras or {})
+    return section | _extras(config, _KNOWN_FLAT)
+
+
+def _extras(config: QuantConfig, known: Collection[str]) -> dict[str, Any]:
+    """Keys that are carried, but none that has a meaning of its own where it is written to."""
+    return {key: value for key, value in (config.extras or {}).items() if key not in known and key != "quantization"}
 
 
 def hf_quant_config(config: QuantConfig) -> dict[str, Any]:
@@ -592,7 +652,7 @@ def hf_quant_config(config: QuantConfig) -> dict[str, Any]:
     if config.layers is not None:
         section["quantized_layers"] = dict(config.layers)
     section["exclude_modules"] = list(config.exclude)
-    section |= dict(config.extras or {})
+    section |= _extras(config, _KNOWN_NESTED)
     producer = {"producer": dict(config.producer)} if config.producer is not None else {}
     return {**producer, "quantization": section}
 

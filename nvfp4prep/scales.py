@@ -226,10 +226,12 @@ class _Draft:
 def resolve(
     schema: Schema, stored: Mapping[str, tuple[float, ...]], weight_only: frozenset[str], policy: ScalePolicy
 ) -> Resolution:
-    """Decide what each NVFP4 scale becomes.
+    """Decide what each scalar scale of NVFP4 and int4 linears becomes.
+
+    int4's weight_scale_2 (W4A8) is no factor of the weight but the FP8 scale of the dequantised one: each is kept.
 
     Args:
-        schema: the checkpoint; only its NVFP4 linears are looked at.
+        schema: the checkpoint.
         stored: values of their weight_scale_2 and input_scale by tensor name (`survey.read_values`).
         weight_only: modules whose activations stay 16-bit (W4A16): a missing input_scale is right there.
         policy: see ScalePolicy. Fusion groups outside the experts always share one weight_scale_2, since no engine
@@ -246,7 +248,12 @@ def resolve(
     for group in schema.fusion_groups:
         _resolve_group(draft, group, weight_only)
         grouped.update(member.module for member in group.members)
-    for linear in schema.of_format(Format.NVFP4):
+    for moe in schema.layers_of(Format.INT4):
+        _resolve_input(draft, moe.w13, weight_only, moe.path, "w13", moe.layer)
+        _resolve_input(draft, moe.w2, weight_only, moe.path, "w2", moe.layer)
+        _keep_global(draft, (*moe.w13, *moe.w2))
+        grouped.update(linear.module for linear in (*moe.w13, *moe.w2))
+    for linear in (*schema.of_format(Format.NVFP4), *schema.of_format(Format.INT4)):
         if linear.module not in grouped:
             _resolve_input(draft, [linear], weight_only, linear.module, "input", linear.layer)
             _keep_global(draft, [linear])
@@ -370,7 +377,8 @@ def _globals(draft: _Draft, linear: Linear) -> tuple[float, ...] | None:
 
 
 def _keep_global(draft: _Draft, linears: Iterable[Linear]) -> None:
-    for linear in linears:
+    """Write each linear's own weight_scale_2; int4 has one for W4A8 only."""
+    for linear in (linear for linear in linears if "weight_scale_2" in linear.params):
         values = _globals(draft, linear)
         if values is not None:
             draft.values[linear.tensor_name("weight_scale_2")] = values

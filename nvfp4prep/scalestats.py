@@ -159,9 +159,9 @@ def is_power_of_two(ratio: float) -> bool:
     return math.frexp(ratio)[0] == 0.5
 
 
-def layer_scales(schema: Schema, values: ScaleValues) -> tuple[LayerScales, ...]:
-    """Statistics of each NVFP4 MoE layer."""
-    return tuple(_layer(moe, values) for moe in schema.nvfp4_layers)
+def layer_scales(layers: Iterable[MoeLayer], values: ScaleValues) -> tuple[LayerScales, ...]:
+    """Statistics of MoE layers with 4-bit experts."""
+    return tuple(_layer(moe, values) for moe in layers)
 
 
 def group_scales(schema: Schema, values: ScaleValues) -> tuple[GroupScales, ...]:

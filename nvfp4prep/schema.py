@@ -5,6 +5,7 @@ What is stored decides a module's format; the configuration is compared with it 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,13 @@ from nvfp4prep.model_config import expert_count
 
 GROUP_SIZE = 16
 """NVFP4: one E4M3 block scale for 16 values along the input dimension."""
+
+MAX_SIDE = 1 << 24
+"""Rows or columns of a quantised linear: one row of it is always in memory."""
+MAX_EXPERTS = 1 << 14
+"""Of a fused tensor: there are scalars of each in memory."""
+MAX_EXPERT_WEIGHTS = 1 << 29
+"""Rows times columns of one expert's linear, which is packed as a whole. Six times the largest of today."""
 
 FLOAT_DTYPES = frozenset({"F32", "BF16", "F16"})
 _MAX_LISTED = 64
@@ -69,6 +77,11 @@ class Linear:
     @property
     def layer(self) -> int | None:
         return layer_number(self.module)
+
+    @property
+    def group_size(self) -> int:
+        """Columns that share a block scale (NVFP4) or group scale (int4)."""
+        return self.columns // self.params["weight_scale"].shape[1] if self.format is Format.INT4 else GROUP_SIZE
 
     def tensor_name(self, param: str) -> str:
         """The name of a parameter in the checkpoint's dialect, also of one that is not stored."""
@@ -154,10 +167,14 @@ class Schema:
     def of_format(self, wanted: Format) -> Iterator[Linear]:
         return (linear for linear in self.linears.values() if linear.format is wanted)
 
+    def layers_of(self, *formats: Format) -> tuple[MoeLayer, ...]:
+        """MoE layers whose experts have one of some formats."""
+        return tuple(moe for moe in self.moe_layers if moe.format in formats)
+
     @property
     def nvfp4_layers(self) -> tuple[MoeLayer, ...]:
         """The MoE layers with NVFP4 experts: those that scales are resolved for, and that are packed."""
-        return tuple(moe for moe in self.moe_layers if moe.format is Format.NVFP4)
+        return self.layers_of(Format.NVFP4)
 
 
 def build_schema(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> Schema:
@@ -242,10 +259,12 @@ def _classify(role: Role, params: Mapping[str, TensorInfo], findings: list[Findi
         return make(Format.UNCLASSIFIED)
     if weight.dtype == "U8" and scale is not None and scale.dtype == "F8_E4M3":
         sizes = _nvfp4_sizes(role, params, find)
-        return make(Format.NVFP4, *sizes) if sizes else make(Format.UNCLASSIFIED)
+        fits = sizes is not None and _fits_memory(role, params, *sizes, find)
+        return make(Format.NVFP4, *sizes) if sizes and fits else make(Format.UNCLASSIFIED)
     if weight.dtype == "U8" and scale is not None and scale.dtype in FLOAT_DTYPES:
-        rows = weight.shape[0] * 2 if len(weight.shape) == 2 else 0
-        return make(Format.INT4, rows, weight.shape[-1] if weight.shape else 0)
+        fitting = _int4_sizes(params, find)
+        fits = fitting is not None and _fits_memory(role, params, *fitting, None, find)
+        return make(Format.INT4, *fitting) if fitting and fits else make(Format.UNCLASSIFIED)
     if sidecars and weight.dtype == "U8":
         assert scale is not None
         find(
@@ -301,16 +320,53 @@ def _nvfp4_sizes(role: Role, params: Mapping[str, TensorInfo], find: Any) -> tup
             weight,
         )
         return None
-    allowed = scale_shapes(experts, role.projection)
+    return (rows, half * 2, experts) if _scalars_fit(params, scale_shapes(experts, role.projection), find) else None
+
+
+def _int4_sizes(params: Mapping[str, TensorInfo], find: Any) -> tuple[int, int] | None:
+    """Rows and columns of an int4 linear, or None after a finding: U8 [N/2, K], group scales [N, K/g]."""
+    weight, scale = params["weight"], params["weight_scale"]
+    if len(weight.shape) != 2 or 0 in weight.shape:
+        find("weight-shape", f"{list(weight.shape)} where int4 has [N/2, K]", weight)
+        return None
+    rows, columns = weight.shape[0] * 2, weight.shape[1]
+    if len(scale.shape) != 2 or scale.shape[0] != rows or not scale.shape[1] or columns % scale.shape[1]:
+        find(
+            "block-scale-shape",
+            f"{list(scale.shape)} where [{rows}, {columns} / group size] belongs to the int4 weight "
+            f"{list(weight.shape)} (two rows to a byte); only whole groups can be converted",
+            scale,
+        )
+        return None
+    return (rows, columns) if _scalars_fit(params, scale_shapes(None, None), find) else None
+
+
+def _fits_memory(
+    role: Role, params: Mapping[str, TensorInfo], rows: int, columns: int, experts: int | None, find: Any
+) -> bool:
+    """Whether what is read of a linear in one go is of a size that a model may have; a finding otherwise."""
+    weight, factors = params["weight"], params.get("pre_quant_scale")
+    whole = role.moe is not None and rows * columns > MAX_EXPERT_WEIGHTS
+    if max(rows, columns) > MAX_SIDE or (experts or 0) > MAX_EXPERTS or whole:
+        find("weight-shape", f"{list(weight.shape)} is far larger than any model's", weight)
+        return False
+    if factors is not None and math.prod(factors.shape) > columns * (experts or 1):
+        find("scale-shape", f"{list(factors.shape)} for {columns} inputs", factors)
+        return False
+    return True
+
+
+def _scalars_fit(params: Mapping[str, TensorInfo], allowed: Sequence[tuple[int, ...]], find: Any) -> bool:
+    """Whether weight_scale_2 and input_scale have a dtype and shape that is understood; a finding otherwise."""
     for tensor in (params[param] for param in SCALAR_PARAMS if param in params):
         if tensor.dtype not in FLOAT_DTYPES:
             find("scale-dtype", f"{tensor.dtype} where F32, BF16 or F16 was expected", tensor)
-            return None
+            return False
         if tensor.shape not in allowed:
             shapes = ", ".join(str(list(shape)) for shape in allowed)
             find("scale-shape", f"shape {list(tensor.shape)}; expected one of {shapes}", tensor)
-            return None
-    return rows, half * 2, experts
+            return False
+    return True
 
 
 def scale_shapes(experts: int | None, projection: str | None) -> tuple[tuple[int, ...], ...]:

@@ -6,15 +6,17 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from nvfp4prep.errors import EnvironmentFault, InputRefused
 from nvfp4prep.findings import Finding
-from nvfp4prep.header import HeaderError, TensorInfo, check_metadata_size, header_length, parse_header
+from nvfp4prep.header import HeaderError, Tally, TensorInfo, check_metadata_size, header_length, parse_header
+from nvfp4prep.ranges import LocalReader, Reader, read_range
 
 INDEX = "model.safetensors.index.json"
 MAX_JSON_BYTES = 32_000_000
@@ -24,8 +26,8 @@ MAX_LARGE_JSON_BYTES = 128_000_000
 MAX_JSON_VALUES = 4_000_000
 """Commas, colons and opening brackets of a JSON file: no value comes without one, and an index has two for each tensor.
 
-A value takes up to 100 bytes in memory, whatever it is. Measured: the worst file within the limits, 128 MB of keys with a
-wide character each, peaks at 1.2 GB; 4,000,000 nested lists and objects at 0.4 GB; a real index of 100 MB too.
+A value takes up to 100 bytes in memory, whatever it is. Measured: the worst file within the limits, 128 MB of keys with
+a wide character each, peaks at 1.2 GB; 4,000,000 nested lists and objects at 0.4 GB; a real index of 100 MB too.
 """
 MAX_JSON_DEPTH = 100
 """Of objects and lists in each other; a config.json has about five."""
@@ -77,38 +79,62 @@ class Source:
         Raises:
             EnvironmentFault: it can't be opened, or is another file than when its header was read.
         """
-        try:
-            descriptor = os.open(self.root / file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError as error:
-            raise EnvironmentFault(f"{file}: can't be opened: {error.strerror}") from None
-        try:
-            self._compare_state(file, os.fstat(descriptor))
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
+        return open_unchanged(self.root, file, self.states.get(file))
 
-    def _compare_state(self, file: str, found: os.stat_result) -> None:
-        before, now = self.states.get(file), FileState.of(found)
-        if before is None or before == now:
-            return
-        if before.size != now.size:
-            what = f"it had {before.size} bytes and has {now.size}"
-        else:
-            what = "it was written to or replaced"
-        raise EnvironmentFault(
-            f"{file}: changed since its header was read: {what}; run again when nothing writes to it"
-        )
+    @contextmanager
+    def reader(self) -> Iterator[Reader]:
+        """Reads byte ranges of the shards, whether they are here or not; what it opened is closed at the end.
+
+        Its reads raise as `open_shard` and `read_range`.
+        """
+        local = LocalReader(self.open_shard)
+        try:
+            yield local
+        finally:
+            local.close()
+
+    def side_bytes(self) -> int:
+        """Bytes of all side files together. Raises OSError."""
+        return sum((self.root / name).stat().st_size for name in self.side_files)
+
+
+def open_unchanged(root: Path, file: str, before: FileState | None) -> int:
+    """A read-only file descriptor of a file; the caller closes it.
+
+    Raises:
+        EnvironmentFault: it can't be opened, or is no longer what it was `before`.
+    """
+    try:
+        descriptor = os.open(root / file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    except OSError as error:
+        raise EnvironmentFault(f"{file}: can't be opened: {error.strerror}") from None
+    try:
+        _compare_state(file, before, os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _compare_state(file: str, before: FileState | None, found: os.stat_result) -> None:
+    now = FileState.of(found)
+    if before is None or before == now:
+        return
+    if before.size != now.size:
+        what = f"it had {before.size} bytes and has {now.size}"
+    else:
+        what = "it was written to or replaced"
+    raise EnvironmentFault(f"{file}: changed since its header was read: {what}; run again when nothing writes to it")
 
 
 def verify_unchanged(source: Source) -> None:
     """Raise EnvironmentFault, naming the file, when a shard is no longer what it was when its header was read."""
-    for file in source.states:
+    for file, before in source.states.items():
         try:
             found = (source.root / file).stat()
         except OSError as error:
             raise EnvironmentFault(f"{file}: gone since its header was read: {error.strerror}") from None
-        source._compare_state(file, found)
+        _compare_state(file, before, found)
 
 
 @contextmanager
@@ -123,12 +149,15 @@ def opened_shards(source: Source) -> Iterator[dict[str, int]]:
 
 
 def read_tensor(source: Source, tensor: TensorInfo, start: int = 0, length: int | None = None) -> bytes:
-    """A stored tensor's bytes, or some of them. Raises as `Source.open_shard` and `read_part`."""
-    descriptor = source.open_shard(tensor.file)
-    try:
-        return read_part(descriptor, tensor, start, tensor.nbytes - start if length is None else length)
-    finally:
-        os.close(descriptor)
+    """A stored tensor's bytes, or some of them. Raises as `Source.reader` and `read_part`."""
+    with source.reader() as reader:
+        return read_slice(reader, tensor, start, tensor.nbytes - start if length is None else length)
+
+
+def read_slice(reader: Reader, tensor: TensorInfo, start: int, length: int) -> bytes:
+    """As `read_part`, through a reader."""
+    _check_part(tensor, start, length)
+    return reader.read(tensor.file, tensor.start + start, length)
 
 
 def read_part(descriptor: int, tensor: TensorInfo, start: int, length: int) -> bytes:
@@ -138,27 +167,23 @@ def read_part(descriptor: int, tensor: TensorInfo, start: int, length: int) -> b
         EnvironmentFault: as read_range.
         ValueError: the tensor has no such bytes; a check on its shape is missing.
     """
-    if start < 0 or length < 0 or start + length > tensor.nbytes:
-        raise ValueError(f"{tensor.name}: bytes {start} to {start + length} asked for, it has {tensor.nbytes}")
+    _check_part(tensor, start, length)
     return read_range(descriptor, tensor.file, tensor.start + start, length)
 
 
-def read_range(descriptor: int, file: str, start: int, length: int) -> bytes:
-    """`length` bytes at `start`. Raises EnvironmentFault when the file ends before or can't be read."""
-    parts: list[bytes] = []
-    while length:
-        try:
-            part = os.pread(descriptor, length, start)
-        except OSError as error:
-            raise EnvironmentFault(f"{file}: reading at byte {start} failed: {error.strerror}") from None
-        if not part:
-            raise EnvironmentFault(
-                f"{file}: nothing at byte {start}, {length} bytes missing; it changed while being read"
-            )
-        parts.append(part)
-        start += len(part)
-        length -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+def _check_part(tensor: TensorInfo, start: int, length: int) -> None:
+    if start < 0 or length < 0 or start + length > tensor.nbytes:
+        raise ValueError(f"{tensor.name}: bytes {start} to {start + length} asked for, it has {tensor.nbytes}")
+
+
+class HubRepo(NamedTuple):
+    """A repo `org/name` and, where given, a branch, tag or commit of it."""
+
+    name: str
+    revision: str | None
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.revision}" if self.revision else self.name
 
 
 def open_source(spec: str) -> Source:
@@ -168,35 +193,72 @@ def open_source(spec: str) -> Source:
         InputRefused: it is no checkpoint, or a file in it is damaged.
         EnvironmentFault: it can't be read or downloaded.
     """
+    found = locate(spec)
+    return open_snapshot(found) if isinstance(found, HubRepo) else open_directory(found)
+
+
+def locate(spec: str) -> Path | HubRepo:
+    """The directory or Hub repo that SRC names. Raises InputRefused when it names neither."""
     if not spec:
         refuse("no-such-checkpoint", "SRC is empty; give a directory or a Hub repo")
     path = Path(spec).expanduser()
     if path.is_dir():
-        return read_directory(path, spec=_text(path.resolve().name), revision=None)
+        return path
     match = _HUB_SPEC.fullmatch(spec)
     if path.exists():
         refuse("not-a-directory", f"{spec} is a file; give the checkpoint's directory")
     if not match or spec.startswith((".", "~")):
         refuse("no-such-checkpoint", f"{spec}: no such directory, and not a Hub repo (org/name or org/name@revision)")
-    root = _download(match["repo"], match["revision"])
-    return read_directory(root, spec=match["repo"], revision=root.name if root.parent.name == "snapshots" else None)
+    return HubRepo(match["repo"], match["revision"])
 
 
-def _download(repo: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+def open_directory(path: Path) -> Source:
+    """Open a local directory. Raises as `open_source`."""
+    return read_directory(path, spec=_text(path.resolve().name), revision=None)
+
+
+def open_snapshot(repo: HubRepo, *, local: bool = False) -> Source:
+    """Open a Hub repo after downloading it in full; with `local`, only if huggingface_hub's cache has it.
+
+    Raises:
+        InputRefused, EnvironmentFault: as `open_source`.
+    """
+    import huggingface_hub
+
+    with hub_faults(repo):
+        root = Path(huggingface_hub.snapshot_download(repo.name, revision=repo.revision, local_files_only=local))
+    return read_directory(root, spec=repo.name, revision=root.name if root.parent.name == "snapshots" else None)
+
+
+@contextmanager
+def hub_faults(repo: HubRepo) -> Iterator[None]:
+    """What huggingface_hub raises, as InputRefused for a bad name and else as EnvironmentFault with its own advice."""
+    from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(repo, revision=revision))
+        yield
     except HFValidationError as error:
-        refuse("no-such-checkpoint", f"{repo}: {error}")
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        at = f"@{revision}" if revision else ""
-        advice = " ".join(str(error).replace("\\n", " ").split()) or type(error).__name__
+        refuse("no-such-checkpoint", f"{repo.name}: {error}")
+    except hub_errors() as error:
         raise EnvironmentFault(
-            f"{repo}{at}: no such directory here, and the Hub can't give it ({advice}); "
+            f"{repo}: no such directory here, and the Hub can't give it ({hub_advice(error)}); "
             "give a local directory, or fetch it first with `hf download`"
         ) from None
+
+
+def hub_errors() -> tuple[type[Exception], ...]:
+    """Base classes of all that huggingface_hub raises when the Hub can't be reached or refuses.
+
+    The library under it is requests, httpx or httpx2, as its version has it. Its own error derives from theirs.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return (OSError, *HfHubHTTPError.__bases__)
+
+
+def hub_advice(error: Exception) -> str:
+    """The message of one of `hub_errors` in one line."""
+    return " ".join(str(error).replace("\\n", " ").split()) or type(error).__name__
 
 
 def refuse(rule: str, message: str, **place: Any) -> NoReturn:
@@ -207,57 +269,88 @@ def refuse(rule: str, message: str, **place: Any) -> NoReturn:
 def read_directory(root: Path, *, spec: str, revision: str | None) -> Source:
     """Headers of all shards of a local directory, checked against the index and against each other."""
     if not any(root.glob("*.safetensors")) and not (root / INDEX).exists():
-        _refuse_packed(root)
-        refuse(
-            "no-weights",
-            "no *.safetensors file here; nvfp4prep reads safetensors checkpoints only",
-            file=_text(str(root)),
-        )
+        refuse_packed(root)
+        refuse_no_weights(_text(str(root)))
     files = sorted(_model_files(root))
-    _refuse_packed(root)
-    shard_names = [name for name in files if name.endswith(".safetensors") and "/" not in name]
-    index = _read_index(root) if INDEX in files else None
-    if index is not None:
-        _check_shards_exist(index, shard_names)
-    findings: list[Finding] = []
+    refuse_packed(root)
+    states: dict[str, FileState] = {}
+
+    def read() -> Iterator[ShardHeader | HeaderError]:
+        for name in names:
+            try:
+                states[name], tensors, metadata = _read_shard_header(root, name)
+            except HeaderError as error:
+                yield error
+            else:
+                yield tensors, metadata
+
+    names = shard_names(files)
+    tensors, metadata, findings = collect_headers(root, names, read())
+    shards = {name: state.size for name, state in states.items()}
+    return Source(root, spec, revision, shards, metadata, tensors, side_files(files), findings, states)
+
+
+ShardHeader = tuple[list[TensorInfo], dict[str, str]]
+"""A shard's tensors in file order, and its metadata."""
+
+
+def shard_names(files: Iterable[str]) -> list[str]:
+    """Those of a checkpoint's files that are its shards."""
+    return [name for name in files if name.endswith(".safetensors") and "/" not in name]
+
+
+def side_files(files: Sequence[str]) -> tuple[str, ...]:
+    """All of a checkpoint's files but its shards and its index."""
+    return tuple(sorted(set(files) - {*shard_names(files), INDEX}))
+
+
+def collect_headers(
+    root: Path, names: Sequence[str], headers: Iterable[ShardHeader | HeaderError]
+) -> tuple[dict[str, TensorInfo], dict[str, str], tuple[Finding, ...]]:
+    """The tensors and metadata of all shards, checked against the index and against each other, and what was noticed.
+
+    Args:
+        root: where the index is, if there is one.
+        names: the shards that are there.
+        headers: of each of them, or what is wrong with it; asked for one after another.
+
+    Raises:
+        InputRefused: with every shard that is missing or damaged, and every tensor that is in two of them.
+    """
+    index = _read_index(root) if (root / INDEX).is_file() else None
+    refused = _missing_shards(index, names) if index is not None else []
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, str] = {}
-    states: dict[str, FileState] = {}
-    duplicates: list[Finding] = []
-    for name in shard_names:
-        states[name], found, shard_metadata = _read_shard_header(root, name)
-        metadata = shard_metadata | metadata
-        _check_metadata(metadata, name)
+    tally = Tally()
+    for name, header in zip(names, headers, strict=True):
+        if isinstance(header, HeaderError):
+            refused.append(Finding("bad-shard", "error", str(header), file=name))
+            continue
+        found, shard_metadata = header
+        try:
+            tally.add(found)
+            # Of all shards together, since each output file gets all of it.
+            metadata = shard_metadata | metadata
+            check_metadata_size(metadata)
+        except HeaderError as error:
+            refused.append(Finding("bad-shard", "error", f"with the shards before it, {error}", file=name))
+            break
         for tensor in found:
             if tensor.name in tensors:
-                duplicates.append(
-                    Finding(
-                        "tensor-in-two-shards",
-                        "error",
-                        f"also in {tensors[tensor.name].file}; remove the stray file",
-                        file=name,
-                        tensor=tensor.name,
-                    )
-                )
+                message = f"also in {tensors[tensor.name].file}; remove the stray file"
+                refused.append(Finding("tensor-in-two-shards", "error", message, file=name, tensor=tensor.name))
             tensors[tensor.name] = tensor
-    if duplicates:
-        raise InputRefused(duplicates)
-    if index is not None:
-        findings += _compare_index(index, tensors)
-    side_files = tuple(name for name in files if name not in states and name != INDEX)
-    shards = {name: state.size for name, state in states.items()}
-    return Source(root, spec, revision, shards, metadata, tensors, side_files, tuple(findings), states)
+    if refused:
+        raise InputRefused(refused)
+    return tensors, metadata, tuple(_compare_index(index, tensors)) if index is not None else ()
 
 
-def _check_metadata(metadata: Mapping[str, str], file: str) -> None:
-    """Of all shards together, since each output file gets all of it."""
-    try:
-        check_metadata_size(metadata)
-    except HeaderError as error:
-        refuse("bad-shard", f"with the shards before it, {error}", file=file)
+def refuse_no_weights(place: str) -> NoReturn:
+    """Refuse a folder or repo without a single shard."""
+    refuse("no-weights", "no *.safetensors file here; nvfp4prep reads safetensors checkpoints only", file=place)
 
 
-def _refuse_packed(root: Path) -> None:
+def refuse_packed(root: Path) -> None:
     """Refuse one of our own packed outputs, naming layout and engine."""
     section = (read_json(root, "config.json") or {}).get("quantization_config")
     if isinstance(section, dict) and section.get("quant_method") == "nvfp4prep":
@@ -279,6 +372,7 @@ def read_packed(root: Path, folders: Sequence[str]) -> Source:
     tensors: dict[str, TensorInfo] = {}
     states: dict[str, FileState] = {}
     metadata: dict[str, str] = {}
+    tally = Tally()
     for folder in folders:
         prefix = f"{folder}/" if folder else ""
         if prefix + INDEX not in files:
@@ -286,17 +380,23 @@ def read_packed(root: Path, folders: Sequence[str]) -> Source:
         index = {name: prefix + shard for name, shard in _read_index(root / folder).items()}
         here = [name for name in files if name.startswith(prefix) and name.endswith(".safetensors")]
         here = [name for name in here if "/" not in name[len(prefix) :]]
-        _check_shards_exist(index, here)
+        missing = _missing_shards(index, here)
+        if missing:
+            raise InputRefused(missing)
         found: dict[str, TensorInfo] = {}
         for name in here:
-            states[name], listed, metadata = _read_shard_header(root, name)
+            try:
+                states[name], listed, metadata = _read_shard_header(root, name)
+                tally.add(listed)
+            except HeaderError as error:
+                refuse("bad-shard", str(error), file=name)
             found |= {tensor.name: tensor for tensor in listed}
         _compare_index(index, found)
         tensors |= {prefix + name: tensor for name, tensor in found.items()}
     indexes = {f"{folder}/{INDEX}" if folder else INDEX for folder in folders}
-    side_files = tuple(name for name in files if name not in states and name not in indexes)
+    others = tuple(name for name in files if name not in states and name not in indexes)
     shards = {name: state.size for name, state in states.items()}
-    return Source(root, _text(root.resolve().name), None, shards, metadata, tensors, side_files, (), states)
+    return Source(root, _text(root.resolve().name), None, shards, metadata, tensors, others, (), states)
 
 
 def _text(name: str) -> str:
@@ -338,6 +438,28 @@ def _model_files(root: Path) -> Iterable[str]:
                     "not-a-file", "a broken link or special file; repair or remove it", file=str(path.relative_to(root))
                 )
             yield path.relative_to(root).as_posix()
+
+
+def listed_files(paths: Iterable[str]) -> list[str]:
+    """The files of the model among those that a repo lists, sorted; refuses what `_model_files` would.
+
+    Raises:
+        EnvironmentFault: a path leads out of the repo.
+    """
+    files = []
+    for path in sorted(paths):
+        parts = path.split("/")
+        if not all(PurePosixPath(part).name == part and part not in ("", "..") for part in parts):
+            raise EnvironmentFault(f"the Hub lists a file {path!r}, which is no path inside a repo")
+        if len(parts) > 1 and (parts[0] in _NEVER_FOLDERS or parts[0].endswith(".safetensors")):
+            message = "a folder where a file of the model belongs; rename or remove it"
+            refuse("not-a-file", message, file=parts[0])
+        if path == PARTIAL_MARKER:
+            message = "marks an output that nvfp4prep did not finish; convert its source again"
+            refuse("unfinished-output", message, file=path)
+        if not _NOT_MODEL & set(parts[:-1]):
+            files.append(path)
+    return files
 
 
 def read_json(root: Path, file: str) -> dict[str, Any] | None:
@@ -481,23 +603,18 @@ def is_safe_name(name: str) -> bool:
     return PurePosixPath(name).name == name and name not in ("", ".", "..") and "\\" not in name and name.isprintable()
 
 
-def _check_shards_exist(index: Mapping[str, str], shard_names: list[str]) -> None:
-    missing = sorted(set(index.values()) - set(shard_names))
-    if missing:
-        raise InputRefused(
-            [
-                Finding(
-                    "shard-missing",
-                    "error",
-                    f"named by {INDEX} ({sum(s == name for s in index.values())} tensors) but not there; fetch it",
-                    file=name,
-                )
-                for name in missing
-            ]
+def _missing_shards(index: Mapping[str, str], names: Iterable[str]) -> list[Finding]:
+    counts = Counter(index.values())
+    return [
+        Finding(
+            "shard-missing", "error", f"named by {INDEX} ({counts[name]} tensors) but not there; fetch it", file=name
         )
+        for name in sorted(counts.keys() - set(names))
+    ]
 
 
 def _read_shard_header(root: Path, name: str) -> tuple[FileState, list[TensorInfo], dict[str, str]]:
+    """Raises HeaderError, or EnvironmentFault."""
     try:
         with (root / name).open("rb") as file:
             state = FileState.of(os.fstat(file.fileno()))
@@ -505,8 +622,6 @@ def _read_shard_header(root: Path, name: str) -> tuple[FileState, list[TensorInf
             tensors, metadata = parse_header(file.read(length), name, state.size)
     except OSError as error:
         raise EnvironmentFault(f"{name}: can't be read: {error.strerror}") from None
-    except HeaderError as error:
-        refuse("bad-shard", str(error), file=name)
     return state, tensors, metadata
 
 
@@ -542,7 +657,7 @@ def _compare_index(index: Mapping[str, str], tensors: Mapping[str, TensorInfo]) 
             Finding(
                 "unindexed-tensors",
                 "warning",
-                f"{len(names)} tensors are not in the index; they are kept and indexed",
+                f"{len(names)} tensors are not in the index; convert keeps and indexes them",
                 file=file,
                 tensor=names[0],
             )

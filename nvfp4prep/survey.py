@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import struct
-from collections.abc import Iterable
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn, TypeVar
 
 from nvfp4prep.header import TensorInfo
-from nvfp4prep.source import Source, read_range
+from nvfp4prep.source import Source, refuse
 
-_GAP = 1 << 16
-_SPAN = 1 << 24
+T = TypeVar("T")
+
+SPAN_BYTES = 1 << 24
+"""Of one read of scalars and what lies between them, unless a single tensor is larger."""
+_MAX_TENSOR_BYTES = 1 << 26
+_MAX_VALUE_BYTES = 1 << 25
+"""Of all scales of one kind together: eight million values, which Python keeps in 0.3 GB. Real ones are far below one
+million; but a name that ends in k_scale can stand for a tensor of any size."""
 
 
 def decode_floats(dtype: str, raw: bytes) -> tuple[float, ...]:
@@ -39,27 +44,56 @@ def encode_floats(values: Iterable[float]) -> bytes:
 
 
 def read_values(source: Source, tensors: Iterable[TensorInfo]) -> dict[str, tuple[float, ...]]:
-    """The values of scale tensors by name, row-major. Neighbouring tensors are read together."""
-    values: dict[str, tuple[float, ...]] = {}
-    ordered = sorted(tensors, key=lambda tensor: (tensor.file, tensor.start))
-    for file, group in groupby(ordered, key=lambda tensor: tensor.file):
-        descriptor = source.open_shard(file)
-        try:
-            for span in _spans(list(group)):
-                start = span[0].start
-                raw = read_range(descriptor, file, start, span[-1].end - start)
-                for tensor in span:
-                    values[tensor.name] = decode_floats(tensor.dtype, raw[tensor.start - start : tensor.end - start])
-        finally:
-            os.close(descriptor)
+    """The values of scale tensors by name, row-major. Neighbouring tensors are read together.
+
+    Raises:
+        InputRefused: they have far more values than scales have.
+        EnvironmentFault: I/O.
+    """
+    wanted = list(tensors)
+    if sum(tensor.nbytes for tensor in wanted) > _MAX_VALUE_BYTES:
+        _refuse_size(max(wanted, key=lambda tensor: tensor.nbytes))
+    return read_each(source, wanted, lambda tensor, raw: decode_floats(tensor.dtype, raw))
+
+
+def _refuse_size(tensor: TensorInfo) -> NoReturn:
+    message = f"{tensor.dtype} {list(tensor.shape)} is no scale of a model, or one of far too many"
+    refuse("scale-shape", message, file=tensor.file, tensor=tensor.name)
+
+
+def read_each(source: Source, tensors: Iterable[TensorInfo], of: Callable[[TensorInfo, bytes], T]) -> dict[str, T]:
+    """What `of` makes of each small tensor's bytes, by name. Neighbouring tensors are read together.
+
+    Raises:
+        InputRefused: one is not small.
+        EnvironmentFault: I/O.
+    """
+    tensors = list(tensors)
+    for tensor in tensors:
+        if tensor.nbytes > _MAX_TENSOR_BYTES:
+            _refuse_size(tensor)
+    values: dict[str, T] = {}
+    with source.reader() as reader:
+
+        def read(span: list[TensorInfo]) -> list[tuple[str, T]]:
+            start = span[0].start
+            raw = reader.read(span[0].file, start, span[-1].end - start)
+            return [(tensor.name, of(tensor, raw[tensor.start - start : tensor.end - start])) for tensor in span]
+
+        for found in reader.map(read, spans(tensors, reader.gap)):
+            values.update(found)
     return values
 
 
-def _spans(tensors: list[TensorInfo]) -> Iterable[list[TensorInfo]]:
-    span = [tensors[0]]
-    for tensor in tensors[1:]:
-        if tensor.start - span[-1].end > _GAP or tensor.end - span[0].start > _SPAN:
+def spans(tensors: Iterable[TensorInfo], gap: int) -> Iterator[list[TensorInfo]]:
+    """Tensors to read together: of one file, at most `gap` bytes apart, in order."""
+    span: list[TensorInfo] = []
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.file, tensor.start)):
+        if span and (
+            tensor.file != span[0].file or tensor.start - span[-1].end > gap or tensor.end - span[0].start > SPAN_BYTES
+        ):
             yield span
             span = []
         span.append(tensor)
-    yield span
+    if span:
+        yield span

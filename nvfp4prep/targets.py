@@ -220,6 +220,7 @@ def check_target(
     target: Target,
     w13_scale: str,
     input_scale: InputScalePolicy,
+    pre_quant_scale: str,
 ) -> list[Finding]:
     """Everything that keeps a checkpoint from being packed for a target, as errors with what would work."""
     requires = target.module.REQUIRES
@@ -236,6 +237,8 @@ def check_target(
     findings = []
     for moe in schema.nvfp4_layers:
         problem = _problem(moe, config, weight_only, target, w13_scale)
+        if pre_quant_scale != "fold" and any("pre_quant_scale" in linear.params for linear in (*moe.w13, *moe.w2)):
+            problem = "no place for the experts' pre_quant_scale (AWQ); --pre-quant-scale fold folds it away"
         if problem:
             findings.append(_error(f"{moe.path}: {problem}", target, moe))
     if input_scale == "keep" and requires.input_scales and target.layout != "vllm-cutlass":
@@ -250,8 +253,6 @@ def _problem(
 ) -> str | None:
     requires = target.module.REQUIRES
     rules = requires.engines[target.engine]
-    if any("pre_quant_scale" in linear.params for linear in (*moe.w13, *moe.w2)):
-        return "the experts have pre_quant_scale (AWQ), which this kernel has no place for"
     problem = _stored_problem(moe)
     if problem is not None:
         return problem
@@ -280,13 +281,15 @@ def expert_problem(moe: MoeLayer, target: Target) -> str | None:
     """Why a layer's experts, as they are stored, can't be what a target packs; None when they can."""
     if moe.expert_count % target.ep:
         return f"{moe.expert_count} experts over {target.ep} ranks"
+    if any("pre_quant_scale" in linear.params for linear in (*moe.w13, *moe.w2)):
+        return "experts with pre_quant_scale, which no packed output holds"
     return _stored_problem(moe) or _tp_problem(moe, target)
 
 
 def _stored_problem(moe: MoeLayer) -> str | None:
     """Parameters of the experts that packing would lose."""
     linears = (*moe.w13, *moe.w2)
-    unknown = sorted({param for linear in linears for param in linear.params} - _PACKED_PARAMS)
+    unknown = sorted({param for linear in linears for param in linear.params} - _PACKED_PARAMS - {"pre_quant_scale"})
     if unknown:
         return f"the experts have {', '.join(unknown)}, which this kernel has no place for"
     biases = [linear.params["bias"] for linear in linears if "bias" in linear.params]

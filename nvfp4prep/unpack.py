@@ -17,7 +17,7 @@ from nvfp4prep.digests import differing_files, read_header
 from nvfp4prep.errors import CheckFailed, InputRefused
 from nvfp4prep.execute import Job, execute, shard_digests
 from nvfp4prep.findings import Finding
-from nvfp4prep.header import DTYPE_BITS, HeaderError, TensorInfo, parse_header, tensor_bytes
+from nvfp4prep.header import DTYPE_BITS, MAX_TENSORS, HeaderError, TensorInfo, parse_header, tensor_bytes
 from nvfp4prep.packing import PackJob, fact_names, manifest_entry, packed_names, projections, read_whole, stacked_specs
 from nvfp4prep.plan import (
     PIECE_BYTES,
@@ -173,6 +173,7 @@ def _expert_specs(logical: Mapping[str, Any]) -> dict[str, Spec]:
                 for expert in range(1 if dialect.fused else entry["experts"]):
                     name = dialect.tensor_name(entry["path"], projection, None if dialect.fused else expert, param)
                     _require(name not in specs, f"{name} twice")
+                    _require(len(specs) < MAX_TENSORS, f"over {MAX_TENSORS:,} tensors")
                     specs[name] = (dtype, tuple(shape))
     return specs
 
@@ -184,6 +185,7 @@ def _check_layers(manifest: Mapping[str, Any], target: Target, schema: Schema) -
     _require(sorted(listed) == sorted((path, moe.expert_count) for path, moe in layers.items()), "other layers")
     for moe in layers.values():
         _require(moe.format is Format.NVFP4, f"{moe.path} is not NVFP4")
+        _require(moe.gate_up is None or moe.order is not None, f"model_type says nothing about {moe.path}'s order")
         problem = expert_problem(moe, target)
         if problem is not None:
             raise ValueError(f"{moe.path}: {problem}")

@@ -13,23 +13,15 @@ from nvfp4prep import manifest as manifests
 from nvfp4prep.checkpoint import Checkpoint, read_checkpoint
 from nvfp4prep.errors import CheckFailed, InputRefused, UsageFault
 from nvfp4prep.findings import Finding, errors
-from nvfp4prep.options import Ask, Options, ask
+from nvfp4prep.options import COMPRESSED, Ask, Options, ask
 from nvfp4prep.rules import LEVELS, RULES, SEVERITIES, Level, Rule, Severity
 from nvfp4prep.scales import Resolution, resolve
-from nvfp4prep.source import read_json
+from nvfp4prep.source import open_source, read_json
 
 _NO_CHECKPOINT = frozenset({"no-such-checkpoint", "not-a-directory", "no-weights"})
 """Rules whose findings mean that there is nothing to validate."""
 _ONLY_OF_CONVERT = frozenset(
-    {
-        "name-taken",
-        "header-too-large",
-        "int4",
-        "input-scale-imputed",
-        "input-scales-kept",
-        "gate-up-split",
-        "not-packed",
-    }
+    {"already-packed", "name-taken", "header-too-large", "input-scale-imputed", "input-scales-kept", "gate-up-split"}
 )
 _OF_TARGETS = frozenset({"target-refused", "block-scale-bad", "kernel-scale-bad"})
 _OF_SMOKE = "NVP9"
@@ -82,8 +74,7 @@ def validate(
         InputRefused: there is no checkpoint.
         EnvironmentFault: I/O.
     """
-    judged = tuple(rule for rule in RULES if _reaches(rule, level, targets))
-    labels = tuple(_label(options) for options in targets)
+    judged, labels = _judged(level, targets)
     root = Path(spec).expanduser()
     if root.is_dir() and _is_packed(root):
         findings, stopped = _packed_findings(root, level, workers)
@@ -94,6 +85,19 @@ def validate(
         if any(finding.rule in _NO_CHECKPOINT for finding in refused.findings):
             raise
         return Report(spec, None, level, labels, _sorted(refused.findings), (), judged, str(refused.findings[0]))
+    return validated(spec, checkpoint, level, targets, workers, progress)
+
+
+def validated(
+    spec: str,
+    checkpoint: Checkpoint,
+    level: Level,
+    targets: Sequence[Options] = (),
+    workers: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Report:
+    """`validate` of a checkpoint that was read already."""
+    judged, labels = _judged(level, targets)
     findings = judge(checkpoint, level, targets, workers, progress)
     return Report(spec, checkpoint.source.revision, level, labels, _sorted(findings), (), judged)
 
@@ -118,6 +122,12 @@ def judge(
     if checkpoint.quant is not None:
         findings += _of_targets(checkpoint, level, targets or (Options(),), workers)
     return findings
+
+
+def _judged(level: Level, targets: Sequence[Options]) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
+    """The rules that are looked at, and what the targets are called."""
+    rules = tuple(rule for rule in RULES if _reaches(rule, level, targets))
+    return rules, tuple(_label(options) for options in targets)
 
 
 def _reaches(rule: Rule, level: Level, targets: Sequence[Options]) -> bool:
@@ -238,7 +248,9 @@ def check_output(root: Path, options: Options) -> None:
         EnvironmentFault: I/O.
     """
     try:
-        if _is_packed(root):
+        if options.target == COMPRESSED:
+            findings = list(open_source(str(root)).findings)  # stored in another tool's form: files and index
+        elif _is_packed(root):
             findings = _packed_findings(root, "scales", 1)[0]
         else:
             kept = replace(options, target="hf")

@@ -183,7 +183,7 @@ def test_ordinary_patterns_match(entry: str) -> None:
 
 def test_over_match_says_how_many_and_which() -> None:
     finding = next(f for f in excluded(ELEVEN, "model.layers.1*").findings if f.rule == "exclude-contradicted")
-    assert f"excludes 2 modules that are stored quantised ({q(10)})" in finding.message
+    assert f"excludes 2 modules stored quantised ({q(10)})" in finding.message
 
 
 def test_every_unquantised_module_with_a_matrix_is_named() -> None:

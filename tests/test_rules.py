@@ -92,7 +92,7 @@ def test_every_name_in_the_code_is_in_the_catalogue() -> None:
         (["nvp401"], ["NVP401"]),
         (["input-scale-missing"], ["NVP401"]),
         (["NVP7"], ["NVP701", "NVP702", "NVP703"]),
-        (["nvp7", "NVP701", "int4"], ["NVP601", "NVP701", "NVP702", "NVP703"]),
+        (["nvp7", "NVP701", "bad-json"], ["NVP202", "NVP701", "NVP702", "NVP703"]),
         (["NVP"], list(BY_ID)),
     ],
 )

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,16 @@ from safetensors.torch import save_file
 
 from nvfp4prep.errors import EnvironmentFault, InputRefused
 from nvfp4prep.header import TensorInfo
-from nvfp4prep.source import is_safe_name, open_source, read_json, read_part, read_range, verify_unchanged
+from nvfp4prep.ranges import read_range
+from nvfp4prep.source import (
+    is_safe_name,
+    open_source,
+    read_json,
+    read_part,
+    read_slice,
+    read_tensor,
+    verify_unchanged,
+)
 from nvfp4prep.survey import read_values
 
 
@@ -265,6 +275,12 @@ def test_metadata_of_all_shards_together(folder: Path) -> None:
         open_source(str(folder))
 
 
+def test_limits_hold_for_all_shards_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nvfp4prep.header.MAX_TENSORS", 2)  # three tensors in two shards
+    with pytest.raises(InputRefused, match=r"model-00002-of-00002\.safetensors: with the shards before it, over 2 "):
+        open_source(str(folder))
+
+
 def test_reading_past_a_tensor(folder: Path) -> None:
     source = open_source(str(folder))
     tensor = source.tensors["a"]
@@ -309,17 +325,33 @@ def test_values_of_scattered_scales(layout: list[tuple[int, str]], random: objec
         expected[f"t{number}"] = (number + 1.5, float(-number))
         raw += data
     random.shuffle(tensors)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def reader() -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(gap=4, map=map, read=lambda _, start, length: raw[start : start + length])
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nvfp4prep.survey._GAP", 4)
-        patch.setattr("nvfp4prep.survey._SPAN", 24)
-        reader, writer = os.pipe()
-        os.close(writer)
-        patch.setattr(
-            "nvfp4prep.survey.read_range", lambda _descriptor, _file, start, length: raw[start : start + length]
-        )
-        source = SimpleNamespace(open_shard=lambda _: os.dup(reader))
-        assert read_values(source, tensors) == expected  # type: ignore[arg-type]
-        os.close(reader)
+        patch.setattr("nvfp4prep.survey.SPAN_BYTES", 24)
+        assert read_values(SimpleNamespace(reader=reader), tensors) == expected  # type: ignore[arg-type]
+
+
+def test_a_reader_opens_a_file_once_and_closes_it(folder: Path) -> None:
+    source = open_source(str(folder))
+    opened: list[int] = []
+
+    class Counting(type(source)):  # type: ignore[misc]
+        def open_shard(self, file: str) -> int:
+            opened.append(super().open_shard(file))
+            return opened[-1]
+
+    counting = Counting(**{name: getattr(source, name) for name in source.__dataclass_fields__})
+    with counting.reader() as reader:
+        for tensor in (*source.tensors.values(), *source.tensors.values()):
+            assert read_slice(reader, tensor, 0, tensor.nbytes) == read_tensor(source, tensor)
+    assert len(opened) == len(source.shards)
+    for descriptor in opened:
+        with pytest.raises(OSError):
+            os.fstat(descriptor)
 
 
 # --- the Hub ----------------------------------------------------------------------------------------------------------

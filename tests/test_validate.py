@@ -64,6 +64,8 @@ EXPECTED: dict[str, dict[str, int]] = {
     "qwen3moe-nvfp4-perexpert": {"input-scale-differs": 4},
     "tinymoe-int4awq": {"int4-gate-up-identical": 4},
     "tinymoe-nvfp4-perexpert": {"input-scale-differs": 8},
+    "tinymoe-w4a8awq": {"input-scale-differs": 8},
+    "qwen3moe-w4a8awq": {"input-scale-differs": 4},
     "tinymoe-nvfp4-fewtokens": {"input-scale-differs": 8},
     "tinymoe-nvfp4-splitscale": {"input-scale-differs": 8, "gate-up-scale-differs": 4},
 }

@@ -19,6 +19,7 @@ from nvfp4prep.header import TensorInfo
 from nvfp4prep.model_config import is_tied
 from nvfp4prep.schema import GROUP_SIZE, Format, Linear
 from nvfp4prep.source import opened_shards, read_part
+from nvfp4prep.widening import widened
 
 _CHUNK = 1 << 22
 _HALF = GROUP_SIZE // 2
@@ -171,7 +172,7 @@ def _count_int4(read: Read, linear: Linear) -> list[Counts]:
     width = scale.nbytes // (scale.shape[0] * groups)
     for pair in range(0, pairs, step):
         taken = min(step, pairs - pair)
-        values = floats(scale.dtype, read(scale, 2 * pair * groups * width, 2 * taken * groups * width))
+        values = widened(scale.dtype, read(scale, 2 * pair * groups * width, 2 * taken * groups * width))
         values = values.reshape(2 * taken, groups)
         codes = np.frombuffer(read(weight, pair * columns, taken * columns), np.uint8)
         joined = np.bitwise_or.reduce(codes.reshape(taken, groups, columns // groups), axis=2)
@@ -182,15 +183,6 @@ def _count_int4(read: Read, linear: Linear) -> list[Counts]:
         counts.add("int4-scale-bad", ~np.isfinite(values), 2 * pair, 0)
         counts.add("block-scale-zero", zero & data, 2 * pair, 0)
     return [counts]
-
-
-def floats(dtype: str, raw: bytes) -> npt.NDArray[np.float32]:
-    """F32, BF16 or F16 bytes by value, as F32; an F16 subnormal stays what it is."""
-    if dtype == "F32":
-        return np.frombuffer(raw, "<f4")
-    if dtype == "F16":
-        return np.frombuffer(raw, "<f2").astype(np.float32)
-    return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
 
 
 # --- findings --------------------------------------------------------------------------------------------------------
@@ -284,7 +276,7 @@ def _bad_factors(read: Read, linear: Linear) -> Finding | None:
     tensor = linear.params.get("pre_quant_scale")
     if tensor is None or tensor.dtype not in ("F32", "BF16", "F16"):
         return None
-    values = floats(tensor.dtype, read(tensor, 0, tensor.nbytes))
+    values = widened(tensor.dtype, read(tensor, 0, tensor.nbytes))
     bad = ~np.isfinite(values) | (values == 0)
     if not bad.any():
         return None

@@ -51,7 +51,8 @@ def fused_vectors(checkpoint: Checkpoint) -> Iterable[Finding]:
 
 def differing_inputs(checkpoint: Checkpoint) -> Iterable[Finding]:
     """NVP404: input scales of one GEMM of a MoE layer that are not one value."""
-    for layer in layer_scales(checkpoint.schema, checkpoint.scale_values):
+    layers = checkpoint.schema.layers_of(Format.NVFP4, Format.INT4)
+    for layer in layer_scales(layers, checkpoint.scale_values):
         gemms: tuple[tuple[Literal["w13", "w2"], Spread], ...] = (("w13", layer.w13), ("w2", layer.w2))
         for gemm, spread in gemms:
             if spread.ratio <= 1 or spread.low is None or spread.high is None:
@@ -73,7 +74,7 @@ def differing_inputs(checkpoint: Checkpoint) -> Iterable[Finding]:
 
 def differing_halves(checkpoint: Checkpoint) -> Iterable[Finding]:
     """NVP408: gate and up of an expert with two weight_scale_2."""
-    for layer in layer_scales(checkpoint.schema, checkpoint.scale_values):
+    for layer in layer_scales(checkpoint.schema.nvfp4_layers, checkpoint.scale_values):
         pairs = layer.gate_up
         if pairs is None or not pairs.differing:
             continue

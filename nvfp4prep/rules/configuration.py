@@ -155,7 +155,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "NVP211",
         "group-size",
-        "warning",
+        "error",
         "headers",
         "group_size is not what is stored",
         why=(

@@ -6,19 +6,6 @@ from nvfp4prep.rules.rule import Rule
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        "NVP601",
-        "int4",
-        "error",
-        "headers",
-        "int4 weights where only NVFP4 can be written",
-        why="int4 weights have other codes and scales than NVFP4, which is all that the kernels of this target read.",
-        fix="Use `--target hf` or `--target compressed-tensors`, or quantise the original model to NVFP4.",
-        example=(
-            "error NVP601 [int4] model.layers.0.mlp.experts.0.down_proj.weight, model-00001-of-00004.safetensors: "
-            "18624 linears are int4, and flashinfer-trtllm takes NVFP4 only; use --target hf or compressed-tensors"
-        ),
-    ),
-    Rule(
         "NVP602",
         "pre-quant-scale-missing",
         "error",

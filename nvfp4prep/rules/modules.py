@@ -175,23 +175,6 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "NVP312",
-        "expert-twice",
-        "error",
-        "headers",
-        "two linears for the same expert and projection",
-        why=(
-            "The expert has one weight for the projection in the kernel, and which of the two gets there depends on "
-            "the order of loading."
-        ),
-        fix="Remove one of the two, or export the checkpoint again.",
-        example=(
-            "error NVP312 [expert-twice] layer 3, expert 5, model.layers.3.mlp.experts.gate_proj.5.weight, "
-            "model-00001-of-00004.safetensors: stands for the same projection as "
-            "model.layers.3.mlp.experts.5.gate_proj.weight; one of the two has to go"
-        ),
-    ),
-    Rule(
         "NVP313",
         "expert-missing",
         "error",
@@ -289,7 +272,7 @@ RULES: tuple[Rule, ...] = (
         "NVP320",
         "unknown-gate-up-order",
         "error",
-        "headers",
+        "scales",
         "fused gate and up columns in an unknown order",
         why=(
             "The columns of a fused tensor are all gates then all ups, or alternate. By the wrong order block scales "

@@ -211,7 +211,7 @@ RULES: tuple[Rule, ...] = (
         "NVP413",
         "kv-scale-unpaired",
         "warning",
-        "scales",
+        "headers",
         "a layer with a k_scale and no v_scale, or the reverse",
         why=(
             "Engines take 1.0 for the one that is missing, which nobody measured: values above 448 are clipped in an "
@@ -244,7 +244,7 @@ RULES: tuple[Rule, ...] = (
         "NVP415",
         "kv-scale-missing",
         "warning",
-        "scales",
+        "headers",
         "an FP8 KV cache by the configuration, but layers without scales",
         why="Engines quantise the keys and values of these layers with 1.0, which nobody measured.",
         fix="Export the KV cache's scales again, or take the FP8 KV cache out of the configuration.",

@@ -9,7 +9,7 @@ RULES: tuple[Rule, ...] = (
         "NVP701",
         "target-refused",
         "error",
-        "scales",
+        "headers",
         "the checkpoint can't be packed for a target",
         why=(
             "The kernel has no place for something in the experts: a size, an activation, biases, factors. Packed all "
@@ -25,7 +25,7 @@ RULES: tuple[Rule, ...] = (
         "NVP702",
         "block-scale-bad",
         "error",
-        "scales",
+        "full",
         "block scales that a layout can't store",
         why="Marlin's form of block scales has neither sign nor NaN, so that such a scale would become another number.",
         fix="Export these weights again.",
@@ -38,7 +38,7 @@ RULES: tuple[Rule, ...] = (
         "NVP703",
         "kernel-scale-bad",
         "error",
-        "scales",
+        "full",
         "a kernel's scale that F32 can't hold",
         why=(
             "Kernels take products and quotients of scales. One that becomes zero, inf or subnormal makes its experts "

@@ -63,7 +63,9 @@ class Subject:
     mean; `real(moe)` the real weights by expert; `reference` says where those are from; `router(moe)` the stored
     router. `parameters(moe, rank)` gives the small tensors as stored and as they should be, by full name; None when
     nothing is stored. `independent` is False when `logical` is what the packed bytes themselves say; `rescaled(moe)`
-    True when block scales were rounded once more since the reference (unified gate and up scales).
+    True when block scales were rounded once more since the reference (unified gate and up scales). `folded` are the
+    paths of layers whose pre_quant_scale was folded away: what activations they expect is not known, so that no bound
+    holds for the error of quantising them, and they are not compared with the real weights.
     """
 
     target: Target
@@ -78,6 +80,7 @@ class Subject:
     parameters: Callable[[MoeLayer, Rank], tuple[Mapping[str, Tensor], Mapping[str, Tensor]]] | None = None
     independent: bool = True
     rescaled: Callable[[MoeLayer], bool] = lambda moe: False
+    folded: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -367,7 +370,7 @@ def expectations(
         for rank in ranks:
             part, local = _rank_part(target, moe, rank, whole, routing)
             by_rank[rank] = exact(part, x, local, weight_only, rounding_of(target)), local
-        complete = len(ranks) == target.tp * target.ep
+        complete = len(ranks) == target.tp * target.ep and (weight_only or moe.path not in subject.folded)
         real = plain(subject.real(moe), logical.activation, x, routing) if complete else None
         yield Expectation(x, routing, label, by_rank, real)
 

@@ -96,7 +96,9 @@ def default_target(checkpoint: Checkpoint) -> str:
     wanted = target_for(present_capability())
     for layout in dict.fromkeys((wanted if wanted != HF else "flashinfer-trtllm", "flashinfer-trtllm", "vllm-marlin")):
         target = Target(layout)
-        if not check_target(checkpoint.schema, checkpoint.config, checkpoint.weight_only, target, "auto", "layer-max"):
+        if not check_target(
+            checkpoint.schema, checkpoint.config, checkpoint.weight_only, target, "auto", "layer-max", "refuse"
+        ):
             return layout
     return HF
 

@@ -102,6 +102,7 @@ def from_prepared(prepared: Prepared, real: Real) -> Subject:
         router=lambda moe: read_router(checkpoint.source, moe),
         router_config=router_config(checkpoint.config),
         rescaled=_rescaled_by(real.source or prepared),
+        folded=frozenset(prepared.job.folds),
     )
 
 
@@ -212,7 +213,18 @@ def from_packed(packed: Packed, real: Real) -> Subject:
         parameters=_parameters_of(packed, real.source, read),
         independent=real.source is not None,
         rescaled=_rescaled_by(real.source),
+        folded=_folded(packed, real.source),
     )
+
+
+def _folded(packed: Packed, prepared: Prepared | None) -> frozenset[str]:
+    """Layers whose pre_quant_scale was folded away: by the conversion at hand, or by the manifest."""
+    if prepared is not None:
+        return frozenset(prepared.job.folds)
+    runs = packed.manifest.get("runs")
+    last = runs[-1] if isinstance(runs, list) and runs else {}
+    folded = last.get("folded") if isinstance(last, dict) else None
+    return frozenset(folded) if isinstance(folded, dict) else frozenset()
 
 
 def _parameters_of(

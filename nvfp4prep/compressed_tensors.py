@@ -1,0 +1,409 @@
+"""The target `compressed-tensors`: what stock vLLM, SGLang and transformers load through the library of that name.
+
+int4 becomes `pack-quantized`: weight_packed I32 [N, K/8], eight codes + 8 to a word, the first in the lowest nibble;
+weight_scale BF16 [N, K/g]; weight_shape I64 [2]. NVFP4 becomes `nvfp4-pack-quantized`: weight_packed U8 and
+weight_scale E4M3 as ModelOpt stores them, weight_global_scale and input_global_scale F32 [1], the reciprocals of
+weight_scale_2 and input_scale. Names and forms: compressed-tensors 0.20.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from nvfp4prep.checkpoint import Checkpoint
+from nvfp4prep.dialects import FUSION_GROUPS
+from nvfp4prep.errors import InputRefused
+from nvfp4prep.findings import Finding
+from nvfp4prep.folding import DTYPES, Fold, factors_fit, has_pre_quant_scale
+from nvfp4prep.header import TensorInfo
+from nvfp4prep.numerics import dequantize_nvfp4, pack_nibbles, unpack_nibbles
+from nvfp4prep.plan import (
+    PIECE_BYTES,
+    Compress,
+    Constant,
+    Copy,
+    Dequantize,
+    Divide,
+    Plan,
+    RescaleBlocks,
+    Spec,
+    Step,
+    copies,
+    gather,
+    key_of,
+    outputs_of,
+    place,
+)
+from nvfp4prep.quant_config import QuantConfig
+from nvfp4prep.scales import Resolution
+from nvfp4prep.schema import GROUP_SIZE, Format, Linear
+from nvfp4prep.survey import encode_floats
+from nvfp4prep.widening import widened
+
+if TYPE_CHECKING:
+    from nvfp4prep.execute import Context
+
+NAME = "compressed-tensors"
+_QUANTIZED = (Format.NVFP4, Format.INT4)
+_KEPT = ("bias", "k_scale", "v_scale")
+"""Parameters that are copied. KV scales keep ModelOpt's names, as in the library's own converter; engines know them."""
+_PARAMS = frozenset({"weight", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", *_KEPT})
+
+
+# --- what can't be written -------------------------------------------------------------------------------------------
+
+
+def refusals(checkpoint: Checkpoint, fold: bool) -> list[Finding]:
+    """Errors for a checkpoint that compressed-tensors has no form for.
+
+    Args:
+        checkpoint: as read.
+        fold: whether pre_quant_scale may be folded away.
+    """
+    schema = checkpoint.schema
+    findings: list[Finding] = []
+
+    def refuse(message: str, linear: Linear | None = None) -> None:
+        weight = None if linear is None else linear.params["weight"]
+        file, tensor = (weight.file, weight.name) if weight else (None, None)
+        layer = None if linear is None else linear.layer
+        findings.append(Finding("target-refused", "error", f"{NAME}: {message}", file, tensor, layer))
+
+    formats = {linear.format for linear in schema.linears.values()} & {*_QUANTIZED, Format.FP8}
+    if len(formats) > 1:
+        names = " and ".join(sorted(form.value for form in formats))
+        refuse(f"{names} linears in one checkpoint; only one format is written; use --target hf")
+    for linear in schema.linears.values():
+        if linear.format not in _QUANTIZED:
+            continue
+        unknown = sorted(set(linear.params) - _PARAMS)
+        if linear.experts is not None:
+            refuse("experts fused in one tensor, which it has no name for; use --target hf", linear)
+        elif unknown:
+            refuse(f"no place for {', '.join(unknown)}; use --target hf", linear)
+        elif linear.format is Format.INT4 and linear.columns % 8:
+            refuse(f"{linear.columns} columns are no multiple of 8 codes", linear)
+        elif not factors_fit(linear):
+            factors = linear.params["pre_quant_scale"]
+            refuse(f"pre_quant_scale is {factors.dtype} {list(factors.shape)} for {linear.columns} inputs", linear)
+        else:
+            continue
+        break
+    quantized = list(schema.of_format(Format.NVFP4))
+    unscaled = [one for one in quantized if one.module in checkpoint.weight_only and "input_scale" not in one.params]
+    if unscaled and len(unscaled) < len(quantized):
+        message = f"{len(unscaled)} of {len(quantized)} linears are weight-only (no input_scale), and all must be alike"
+        refuse(f"{message}; use --target hf", unscaled[0])
+    kv_cache = checkpoint.quant.kv_cache if checkpoint.quant else None
+    if kv_cache is not None and kv_cache.upper() != "FP8":
+        refuse(f"a KV cache in {kv_cache}, which it has no form for; use --target hf")
+    scaled = [moe for moe in schema.layers_of(*_QUANTIZED) if has_pre_quant_scale(moe)]
+    if scaled and not fold:
+        refuse("the experts have pre_quant_scale, which it has no place for; --pre-quant-scale fold", scaled[0].w13[0])
+    return findings
+
+
+# --- the plan --------------------------------------------------------------------------------------------------------
+
+
+def make_compressed_plan(
+    checkpoint: Checkpoint,
+    resolution: Resolution,
+    folds: Mapping[str, Fold],
+    max_shard_bytes: int,
+    folder: str,
+    job: int,
+) -> Plan:
+    """Quantised linears under the library's names; what is folded, or has no form there, in BF16; the rest as it is."""
+    schema, tensors = checkpoint.schema, checkpoint.source.tensors
+    specs: dict[str, Spec] = {}
+    steps: list[tuple[str, Step]] = []
+    done: set[str] = set()
+    divided = {reader.module: path for path, fold in folds.items() for reader in fold.readers}
+    rows = _row_factors(checkpoint)
+    plain = unpacked(checkpoint, folds)
+    for linear in schema.linears.values():
+        fold = divided.get(linear.module)
+        if linear.format not in _QUANTIZED and fold is None:
+            continue
+        done.update(tensor.name for tensor in linear.params.values())
+        path, expert = schema.expert_of.get(linear.module, (None, None))
+        label = linear.module if path is None else f"{path} expert {expert}"
+        row_factors, values = rows.get(linear.module), checkpoint.scale_values
+        plain_ = linear.module in plain
+        made, work = _linear(linear, plain_, fold, row_factors, resolution, values, folder, job)
+        specs |= made
+        steps += [(label, step) for step in work]
+    for path, fold_ in folds.items():
+        done.add(fold_.norm.name)
+        specs[fold_.norm.name] = (fold_.norm.dtype, fold_.norm.shape)
+        steps.append((path, Constant(key_of(folder, fold_.norm.name), raw_bytes(fold_.folded))))
+    for name, tensor in tensors.items():
+        if name not in done:
+            specs[name] = (tensor.dtype, tensor.shape)
+            steps += copies(tensor, name, folder)
+    shards = place(specs, checkpoint.source.metadata, max_shard_bytes, folder)
+    return Plan(shards, outputs_of(shards, folder), gather(steps))
+
+
+def _row_factors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    """down's pre_quant_scale by the module of the up that takes it."""
+    return {
+        expert.up.module: expert.down.params["pre_quant_scale"]
+        for moe in checkpoint.schema.layers_of(Format.INT4)
+        for expert in moe.experts
+        if "pre_quant_scale" in expert.down.params
+    }
+
+
+def unpacked(checkpoint: Checkpoint, folds: Mapping[str, Fold]) -> frozenset[str]:
+    """Quantised modules outside the routed experts that are written in BF16.
+
+    Those with a pre_quant_scale of their own, those that read a folded norm, and what engines fuse with one of them.
+    """
+    schema = checkpoint.schema
+    routed = {linear.module for moe in schema.moe_layers for linear in (*moe.w13, *moe.w2)}
+    divided = {reader.module for fold in folds.values() for reader in fold.readers}
+    quantized = {
+        module: linear
+        for module, linear in schema.linears.items()
+        if linear.format in _QUANTIZED and module not in routed
+    }
+    own = {module for module, linear in quantized.items() if "pre_quant_scale" in linear.params or module in divided}
+    fused = {
+        f"{module.rpartition('.')[0]}.{name}"
+        for module in own
+        for group in FUSION_GROUPS
+        if module.rpartition(".")[2] in group
+        for name in group
+    }
+    return frozenset(own | (fused & quantized.keys()))
+
+
+def _linear(
+    linear: Linear,
+    plain: bool,
+    fold: str | None,
+    rows: TensorInfo | None,
+    resolution: Resolution,
+    stored: Mapping[str, tuple[float, ...]],
+    folder: str,
+    job: int,
+) -> tuple[dict[str, Spec], list[Step]]:
+    """Output tensors of one linear, and the steps that write them.
+
+    Args:
+        linear: of any format; an unquantised one only where `fold` is given.
+        plain: write it in BF16.
+        fold: the MoE layer whose fold divides its columns.
+        rows: factors of its rows.
+        resolution: what its scales become.
+        stored: what they are in the checkpoint.
+        folder, job: where the output lies, and whose it is.
+    """
+    module, weight, scale = linear.module, linear.params["weight"], linear.params.get("weight_scale")
+
+    def key(param: str) -> str:
+        return key_of(folder, f"{module}.{param}")
+
+    specs: dict[str, Spec] = {}
+    steps: list[Step] = []
+    for tensor in (linear.params[param] for param in _KEPT if param in linear.params):
+        specs[tensor.name] = (tensor.dtype, tensor.shape)
+        steps.append(Copy(tensor, 0, tensor.nbytes, (key_of(folder, tensor.name),)))
+    if linear.format not in _QUANTIZED or scale is None:
+        assert fold is not None
+        specs[f"{module}.weight"] = (weight.dtype, weight.shape)
+        return specs, [*steps, Divide(weight, key("weight"), fold, job)]
+    if plain:
+        specs[f"{module}.weight"] = ("BF16", (linear.rows, linear.columns))
+        scale_2 = stored[linear.tensor_name("weight_scale_2")][0] if linear.format is Format.NVFP4 else 1.0
+        return specs, [*steps, Dequantize(linear, key("weight"), scale_2, fold, job)]
+    specs[f"{module}.weight_packed"] = ("U8", weight.shape)
+    specs[f"{module}.weight_scale"] = (scale.dtype, scale.shape)
+    if linear.format is Format.INT4:
+        specs[f"{module}.weight_packed"] = ("I32", (linear.rows, linear.columns // 8))
+        specs[f"{module}.weight_scale"] = ("BF16", scale.shape)
+        specs[f"{module}.weight_shape"] = ("I64", (2,))
+        steps.append(Compress(linear, (key("weight_packed"), key("weight_scale")), rows))
+        steps.append(Constant(key("weight_shape"), struct.pack("<2q", linear.rows, linear.columns)))
+        return specs, steps
+    for at in range(0, weight.nbytes, PIECE_BYTES):
+        steps.append(Copy(weight, at, min(PIECE_BYTES, weight.nbytes - at), (key("weight_packed"),)))
+    steps.append(RescaleBlocks(scale, key("weight_scale"), job))
+    for param, target in (("weight_scale_2", "weight_global_scale"), ("input_scale", "input_global_scale")):
+        values = resolution.values.get(linear.tensor_name(param))
+        if values is not None:
+            specs[f"{module}.{target}"] = ("F32", (1,))
+            steps.append(Constant(key(target), encode_floats([_reciprocal(values[0])])))
+    return specs, steps
+
+
+def _reciprocal(value: float) -> float:
+    """1 / value rounded to F32."""
+    return float((1 / torch.tensor(value, dtype=torch.float64)).to(torch.float32))
+
+
+def raw_bytes(tensor: Tensor) -> bytes:
+    """A tensor's bytes, row-major."""
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+# --- the configuration -----------------------------------------------------------------------------------------------
+
+
+def quantization_config(checkpoint: Checkpoint, quant: QuantConfig, folds: Mapping[str, Fold]) -> dict[str, Any]:
+    """config.json's quantization_config."""
+    schema = checkpoint.schema
+    linear = next(linear for linear in schema.linears.values() if linear.format in _QUANTIZED)
+    if linear.format is Format.INT4:
+        form = "pack-quantized"
+        weights: dict[str, Any] = _arguments("int", "group", linear.group_size)
+        inputs = None
+    else:
+        form = "nvfp4-pack-quantized"
+        weights = _arguments("float", "tensor_group", GROUP_SIZE) | {"scale_dtype": "torch.float8_e4m3fn"}
+        scaled = any("input_scale" in one.params for one in schema.of_format(Format.NVFP4))
+        inputs = weights | {"dynamic": "local"} if scaled else None
+    ignore = sorted({*quant.exclude, *unpacked(checkpoint, folds)})
+    section: dict[str, Any] = {
+        "quant_method": NAME,
+        "format": form,
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": inputs,
+                "output_activations": None,
+                "format": form,
+            }
+        },
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+    }
+    if quant.kv_cache is not None:
+        scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+        section["kv_cache_scheme"] = scheme
+    return section
+
+
+def _arguments(kind: str, strategy: str, group_size: int) -> dict[str, Any]:
+    return {
+        "num_bits": 4,
+        "type": kind,
+        "symmetric": True,
+        "strategy": strategy,
+        "group_size": group_size,
+        "dynamic": False,
+    }
+
+
+# --- the steps -------------------------------------------------------------------------------------------------------
+
+
+def pack_int4(weight: Tensor) -> Tensor:
+    """ModelOpt's int4 as the library packs it.
+
+    Args:
+        weight: U8 [N/2, K], row 2r in the low nibble, two's complement.
+
+    Returns:
+        I32 [N, K/8], code + 8, the first code in the lowest nibble.
+    """
+    return pack_nibbles(unpack_nibbles(weight, 0) ^ 8, 1).view(torch.int32)
+
+
+def unpack_int4(packed: Tensor) -> Tensor:
+    """Inverse of `pack_int4`."""
+    return pack_nibbles(unpack_nibbles(packed.view(torch.uint8), 1) ^ 8, 0)
+
+
+def dequantize_int4(weight: Tensor, scale: Tensor) -> Tensor:
+    """F32 [N, K]: code · group scale.
+
+    Args:
+        weight: U8 [N/2, K], row 2r in the low nibble, two's complement.
+        scale: F32 [N, K/g].
+    """
+    codes = (unpack_nibbles(weight, 0) ^ 8).to(torch.float32) - 8
+    return codes * scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
+
+
+def run(context: Context, step: Compress | Dequantize | Divide) -> None:
+    """Execute a step. Raises InputRefused for values that the output's dtype can't hold."""
+    match step:
+        case Compress():
+            _compress(context, step)
+        case Dequantize():
+            _dequantize(context, step)
+        case Divide():
+            values = _floats(context, step.tensor) / context.jobs[step.job].folds[step.fold].factor
+            _put_rounded(context, step.key, values, step.tensor.dtype, step.tensor.name, "readers")
+
+
+def _floats(context: Context, tensor: TensorInfo) -> Tensor:
+    values = widened(tensor.dtype, context.read(tensor, 0, tensor.nbytes))
+    return torch.from_numpy(values.copy()).view(tensor.shape)
+
+
+def _bytes(context: Context, tensor: TensorInfo) -> Tensor:
+    raw = bytearray(context.read(tensor, 0, tensor.nbytes))
+    return torch.frombuffer(raw, dtype=torch.uint8).view(tensor.shape)
+
+
+def _compress(context: Context, step: Compress) -> None:
+    linear = step.linear
+    packed, scale = step.keys
+    _put(context, packed, raw_bytes(pack_int4(_bytes(context, linear.params["weight"]))))
+    values = _floats(context, linear.params["weight_scale"])
+    if step.rows is not None:
+        values = values * _floats(context, step.rows)[:, None]
+    _put_rounded(context, scale, values, "BF16", linear.params["weight_scale"].name, "scales")
+
+
+def _dequantize(context: Context, step: Dequantize) -> None:
+    linear = step.linear
+    scale = linear.params["weight_scale"]
+    weight = _bytes(context, linear.params["weight"])
+    if linear.format is Format.INT4:
+        values = dequantize_int4(weight, _floats(context, scale))
+    else:
+        blocks = _bytes(context, scale).view(torch.float8_e4m3fn)
+        values = dequantize_nvfp4(weight, blocks, torch.tensor(step.global_scale))
+    if "pre_quant_scale" in linear.params:
+        values = values * _floats(context, linear.params["pre_quant_scale"])
+    if step.fold is not None:
+        values = values / context.jobs[step.job].folds[step.fold].factor
+    _put_rounded(context, step.key, values, "BF16", linear.params["weight"].name, "unpacked")
+
+
+def _put_rounded(context: Context, key: str, values: Tensor, dtype: str, name: str, kind: str) -> None:
+    """Write F32 values in a dtype, and note the largest relative error that rounding made."""
+    rounded = values.to(DTYPES[dtype])
+    back = rounded.float()
+    lost = ~torch.isfinite(back) | ((back == 0) & (values != 0))
+    if bool(lost.any()):
+        at = tuple(int(i) for i in lost.nonzero()[0])
+        message = f"{float(values[at])} at {list(at)} does not fit {dtype}; use --target hf"
+        raise InputRefused([Finding("kernel-scale-bad", "error", message, tensor=name)])
+    error = torch.where(values == 0, 0.0, (back / values - 1).abs()).max() if values.numel() else torch.tensor(0.0)
+    with context.lock:
+        context.outcome.rounding[kind] = max(context.outcome.rounding.get(kind, 0.0), float(error))
+    _put(context, key, raw_bytes(rounded))
+
+
+def _put(context: Context, key: str, data: bytes) -> None:
+    """Write a whole output tensor, hashed piece by piece as large ones are."""
+    target = context.plan.outputs[key]
+    context.output.write(target.file, target.start, data)
+    for at in range(0, len(data), PIECE_BYTES):
+        context.outcome.digests[key, at // PIECE_BYTES] = xxhash.xxh3_128_digest(data[at : at + PIECE_BYTES])
+    context.progress(len(data))

@@ -1,0 +1,172 @@
+"""AWQ's pre_quant_scale folded away, for targets without a place for it.
+
+At run time a linear with pre_quant_scale p computes W (p · x). Of routed experts, down's p scales the rows of up, since
+the activation is linear in up; gate's and up's p goes into the norm before the MoE block, and every other reader of
+that norm (router, shared experts) has its columns divided by the factor that the norm really holds after rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nvfp4prep.checkpoint import Checkpoint
+from nvfp4prep.findings import Finding
+from nvfp4prep.header import TensorInfo
+from nvfp4prep.model_config import sections
+from nvfp4prep.schema import FLOAT_DTYPES, Format, Linear, MoeLayer
+from nvfp4prep.source import read_tensor
+from nvfp4prep.widening import widened
+
+DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+_NORM = "post_attention_layernorm"
+_MODEL_TYPES = frozenset(
+    {"deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe", "kimi_k2", "ernie4_5_moe"}
+)
+"""Models whose MoE block, and nothing else, reads post_attention_layernorm, which multiplies by its weight."""
+
+
+@dataclass(frozen=True)
+class Fold:
+    """How gate's and up's pre_quant_scale of one MoE layer goes into its norm.
+
+    `folded` is the norm's new weight in its own dtype, `factor` F32 [H] what that is of the old one, by which the
+    columns of `readers` must be divided. `rounding` is the largest relative error of the norm's new weight.
+    """
+
+    norm: TensorInfo
+    folded: Tensor
+    factor: Tensor
+    readers: tuple[Linear, ...]
+    rounding: float
+
+
+def has_pre_quant_scale(moe: MoeLayer) -> bool:
+    """Whether any of a layer's experts has one."""
+    return any("pre_quant_scale" in linear.params for linear in (*moe.w13, *moe.w2))
+
+
+def factors_fit(linear: Linear) -> bool:
+    """Whether a linear's pre_quant_scale, if it has one, is a float for each of its inputs."""
+    factors = linear.params.get("pre_quant_scale")
+    return factors is None or (factors.dtype in FLOAT_DTYPES and factors.shape == (linear.columns,))
+
+
+def read_floats(checkpoint: Checkpoint, tensor: TensorInfo) -> Tensor:
+    """A small float tensor as F32. Raises EnvironmentFault."""
+    values = widened(tensor.dtype, read_tensor(checkpoint.source, tensor))
+    return torch.from_numpy(values.copy()).view(tensor.shape)
+
+
+def fold_layers(checkpoint: Checkpoint, activation: str | None) -> tuple[dict[str, Fold], list[Finding]]:
+    """The fold of each MoE layer whose gate and up have a pre_quant_scale, by path, and what keeps others from it.
+
+    Args:
+        checkpoint: as read.
+        activation: the experts' activation, None for an unknown one; down's is folded only where it is linear in up.
+
+    Raises:
+        EnvironmentFault: I/O.
+    """
+    folds: dict[str, Fold] = {}
+    findings: list[Finding] = []
+    for moe in checkpoint.schema.layers_of(Format.NVFP4, Format.INT4):
+        if not has_pre_quant_scale(moe):
+            continue
+        problem = _problem(checkpoint, moe, activation)
+        found = problem or _fold(checkpoint, moe)
+        if isinstance(found, Fold):
+            folds[moe.path] = found
+        elif found is not None:
+            findings.append(found)
+    return folds, findings
+
+
+def _refused(moe: MoeLayer, message: str, experts: tuple[int, ...] = ()) -> Finding:
+    text = f"{moe.path}: pre_quant_scale can't be folded: {message}"
+    return Finding("target-refused", "error", text, layer=moe.layer, experts=experts)
+
+
+def _problem(checkpoint: Checkpoint, moe: MoeLayer, activation: str | None) -> Finding | None:
+    model_type = str(checkpoint.config.get("model_type", ""))
+    if model_type not in _MODEL_TYPES:
+        return _refused(moe, f"what reads the norms of model_type {model_type!r} is not known; use --target hf")
+    odd = next((linear for linear in (*moe.w13, *moe.w2) if not factors_fit(linear)), None)
+    if odd is not None:
+        factors = odd.params["pre_quant_scale"]
+        message = f"{factors.name} is {factors.dtype} {list(factors.shape)} where {odd.columns} floats are needed"
+        return _refused(moe, message, () if odd.expert is None else (odd.expert,))
+    on_down = any("pre_quant_scale" in linear.params for linear in moe.w2)
+    if on_down and activation != "silu":
+        return _refused(
+            moe, f"down's can't move through the activation {activation or 'in config.json'}; use --target hf"
+        )
+    if on_down and any(section.get("swiglu_limit") is not None for section in sections(checkpoint.config)):
+        return _refused(moe, "down's can't move through an up that is clamped (swiglu_limit); use --target hf")
+    if on_down and any("bias" in linear.params for linear in moe.w13):
+        return _refused(moe, "down's would need other biases of up; use --target hf")
+    if on_down and moe.format is Format.NVFP4:
+        return _refused(moe, "down's would need other block scales; export with ModelOpt 0.47 or later, which folds it")
+    return None
+
+
+def _fold(checkpoint: Checkpoint, moe: MoeLayer) -> Fold | Finding | None:
+    with_scale = [linear for linear in moe.w13 if "pre_quant_scale" in linear.params]
+    if not with_scale:
+        return None
+    first = read_floats(checkpoint, with_scale[0].params["pre_quant_scale"])
+    if not bool(torch.isfinite(first).all()) or bool((first == 0).any()):
+        return _refused(moe, f"{with_scale[0].params['pre_quant_scale'].name} holds zero, inf or NaN")
+    other = []
+    for linear in moe.w13:
+        tensor = linear.params.get("pre_quant_scale")
+        if tensor is None or not torch.equal(read_floats(checkpoint, tensor), first):
+            other.append(linear)
+    if other:
+        ids = tuple(sorted({linear.expert for linear in other if linear.expert is not None}))
+        return _refused(moe, f"{len(other)} of {len(moe.w13)} gate/up linears have another than the first", ids)
+    norm = checkpoint.source.tensors.get(f"{moe.path.rpartition('.')[0]}.{_NORM}.weight")
+    if norm is None or norm.dtype not in FLOAT_DTYPES or norm.shape != (moe.hidden,):
+        return _refused(moe, f"no {_NORM}.weight of {moe.hidden} values before the block")
+    if norm.name.removesuffix("weight") + "bias" in checkpoint.source.tensors:
+        return _refused(moe, f"{_NORM} has a bias")
+    divided = tuple(readers(checkpoint, moe))
+    unknown = next((linear for linear in divided if not _divisible(linear)), None)
+    if unknown is not None:
+        stored = unknown.params["weight"]
+        return _refused(moe, f"{unknown.module} reads the norm and is {stored.dtype} {list(stored.shape)}")
+    if not any(linear.format is Format.UNQUANTIZED and linear.rows == moe.expert_count for linear in divided):
+        return _refused(moe, f"no router of {moe.expert_count} rows that reads the norm too is stored")
+    weight = read_floats(checkpoint, norm)
+    exact = weight * first
+    folded = exact.to(DTYPES[norm.dtype])
+    kept = folded.float()
+    if not bool(torch.isfinite(kept).all()) or bool(((kept == 0) & (exact != 0)).any()):
+        return _refused(moe, f"the norm times it does not fit {norm.dtype}")
+    factor = torch.where(weight == 0, first, kept / weight)
+    off = torch.where(exact == 0, 0.0, (kept / exact - 1).abs())
+    return Fold(norm, folded, factor, divided, float(off.max()))
+
+
+def readers(checkpoint: Checkpoint, moe: MoeLayer) -> Iterator[Linear]:
+    """Linears of a MoE block beside the routed experts that read its input: router, shared experts, their gate.
+
+    One in a format that is not known, whose columns are not known either, may read it and counts too.
+    """
+    routed = {linear.module for linear in (*moe.w13, *moe.w2)}
+    for linear in checkpoint.schema.linears.values():
+        inside = linear.module.startswith(moe.path + ".") and linear.module not in routed
+        reads = linear.columns == moe.hidden or linear.format is Format.UNCLASSIFIED
+        if inside and reads and not linear.module.endswith(".down_proj"):
+            yield linear
+
+
+def _divisible(linear: Linear) -> bool:
+    """Whether the columns of a linear can be divided: a float matrix, or 4-bit codes to be unpacked first."""
+    weight = linear.params["weight"]
+    plain = linear.format is Format.UNQUANTIZED and weight.dtype in DTYPES and len(weight.shape) == 2
+    return plain or linear.format in (Format.NVFP4, Format.INT4)

@@ -1,0 +1,81 @@
+"""Byte ranges of files: read whole or not at all, from descriptors or through a `Reader`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeVar
+
+from nvfp4prep.errors import EnvironmentFault
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def read_range(descriptor: int, file: str, start: int, length: int) -> bytes:
+    """`length` bytes at `start`. Raises EnvironmentFault when the file ends before or can't be read."""
+    parts: list[bytes] = []
+    while length:
+        try:
+            part = os.pread(descriptor, length, start)
+        except OSError as error:
+            raise EnvironmentFault(f"{file}: reading at byte {start} failed: {error.strerror}") from None
+        if not part:
+            raise EnvironmentFault(
+                f"{file}: nothing at byte {start}, {length} bytes missing; it changed while being read"
+            )
+        parts.append(part)
+        start += len(part)
+        length -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class Reader(Protocol):
+    """Reads byte ranges of a source's shards, from any thread, wherever the shards are."""
+
+    gap: int
+    """Up to how many bytes between two ranges cost less to read along than a second read."""
+
+    def read(self, file: str, start: int, length: int) -> bytes:
+        """`length` bytes of a shard at `start`. Raises EnvironmentFault."""
+
+    def map(self, work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+        """What `work` makes of each item, in order; several at a time where reads take long to answer."""
+
+
+class LocalReader:
+    """A Reader of files on disk. The first few stay open until the end, others are opened for each read: there may be
+    more of them than a process may have open."""
+
+    gap = 1 << 16
+    _KEPT = 16
+
+    def __init__(self, open_shard: Callable[[str], int]) -> None:
+        self._open_shard = open_shard
+        self._descriptors: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def read(self, file: str, start: int, length: int) -> bytes:
+        """As `Reader.read`."""
+        with self._lock:
+            if file not in self._descriptors and len(self._descriptors) < self._KEPT:
+                self._descriptors[file] = self._open_shard(file)
+            kept = self._descriptors.get(file)
+        if kept is not None:
+            return read_range(kept, file, start, length)
+        descriptor = self._open_shard(file)
+        try:
+            return read_range(descriptor, file, start, length)
+        finally:
+            os.close(descriptor)
+
+    def map(self, work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+        """As `Reader.map`, one at a time."""
+        return map(work, items)
+
+    def close(self) -> None:
+        """Close every file."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
