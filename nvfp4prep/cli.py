@@ -285,7 +285,7 @@ def convert(
     with _stops(as_json) as ending:
         from nvfp4prep import convert as conversion
         from nvfp4prep import writer
-        from nvfp4prep.checkpoint import read_checkpoint
+        from nvfp4prep.checkpoint import peek_checkpoint, read_checkpoint
         from nvfp4prep.options import Options
 
         threads = workers or conversion.default_workers()
@@ -296,7 +296,7 @@ def convert(
             if not dry_run:
                 raise
             _tell(f"a real run would stop here: {fault}")
-        checkpoint = read_checkpoint(src)
+        checkpoint = peek_checkpoint(src) if dry_run else read_checkpoint(src)
         prepared = []
         for number, name in enumerate(names):
             options = Options(name, max_shard_bytes=max_shard_size, **choices)

@@ -12,7 +12,7 @@ from typing import Any
 from nvfp4prep import convert as conversion
 from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
-from nvfp4prep.checkpoint import Checkpoint, read_checkpoint
+from nvfp4prep.checkpoint import Checkpoint, peek_checkpoint
 from nvfp4prep.convert import Prepared
 from nvfp4prep.engines import TITLES, Facts, Verdict, verdicts
 from nvfp4prep.errors import UsageFault
@@ -111,7 +111,7 @@ def inspect(src: str, layer: int | None) -> Inspection:
         UsageFault: there is no such layer.
         EnvironmentFault: I/O.
     """
-    checkpoint = read_checkpoint(src)
+    checkpoint = peek_checkpoint(src)
     values = checkpoint.scale_values
     nested = read_json(checkpoint.source.root, qc.HF_QUANT_CONFIG)
     facts = Facts(checkpoint, values, nested, _pre_quant_digests(checkpoint))

@@ -10,7 +10,7 @@ from typing import Any
 
 from nvfp4prep import checks
 from nvfp4prep import manifest as manifests
-from nvfp4prep.checkpoint import Checkpoint, read_checkpoint
+from nvfp4prep.checkpoint import Checkpoint, peek_checkpoint, read_checkpoint
 from nvfp4prep.errors import CheckFailed, InputRefused, UsageFault
 from nvfp4prep.findings import Finding, errors
 from nvfp4prep.options import COMPRESSED, Ask, Options, ask
@@ -64,7 +64,7 @@ def validate(
     """Judge a checkpoint, or a packed output of `convert`, by every rule that `level` reaches.
 
     Args:
-        spec: a directory or Hub repo.
+        spec: a directory or Hub repo, whose shards are downloaded at level full only.
         level: what is read.
         targets: what it shall be converted to; without any it is judged as `hf`.
         workers: threads, for level full.
@@ -80,7 +80,7 @@ def validate(
         findings, stopped = _packed_findings(root, level, workers)
         return Report(spec, None, level, labels, _sorted(findings), (), judged, stopped)
     try:
-        checkpoint = read_checkpoint(spec)
+        checkpoint = read_checkpoint(spec) if level == "full" else peek_checkpoint(spec)
     except InputRefused as refused:
         if any(finding.rule in _NO_CHECKPOINT for finding in refused.findings):
             raise
