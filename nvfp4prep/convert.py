@@ -16,9 +16,10 @@ from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
 from nvfp4prep.checkpoint import Checkpoint, read_checkpoint
 from nvfp4prep.errors import InputRefused
-from nvfp4prep.execute import Job, Outcome, execute, shard_digests
+from nvfp4prep.execute import Job, execute, shard_digests
 from nvfp4prep.findings import Finding, errors
 from nvfp4prep.header import TensorInfo
+from nvfp4prep.journal import Outcome, plan_id
 from nvfp4prep.options import COMPRESSED, Options, ask
 from nvfp4prep.plan import Constant, Divide, Plan, Step, index_of, key_of, make_plan, merge
 from nvfp4prep.scales import Resolution, ScalePolicy, changes, output_shape, resolve
@@ -272,7 +273,8 @@ def write_all(
         _check_side_files(prepared)
     check_space(out, sum(prepared.bytes_needed for prepared in targets))
     plan = merge([prepared.plan for prepared in targets])
-    with PartialOutput(out) as output:
+    decided = [(prepared.options, prepared.policy, prepared.job.resolution.values) for prepared in targets]
+    with PartialOutput(out, plan_id(source, plan, decided)) as output:
         for prepared in targets:
             for name in source.side_files:
                 if name not in _REWRITTEN:

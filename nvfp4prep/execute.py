@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import xxhash
 
 from nvfp4prep.errors import EnvironmentFault
 from nvfp4prep.header import TensorInfo
+from nvfp4prep.journal import Outcome, finished, line
 from nvfp4prep.plan import (
     PIECE_BYTES,
     Compress,
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 
 _READ_BYTES = 1 << 23
 _RESCALE_BYTES = 1 << 21
+COMMIT_SECONDS = 5.0
+"""Between two moments from which a killed run goes on."""
 
 
 @dataclass(frozen=True)
@@ -50,37 +55,6 @@ class Job:
     resolution: Resolution
     pack: PackJob | None = None
     folds: Mapping[str, Fold] = field(default_factory=dict)
-
-
-@dataclass
-class Outcome:
-    """What the workers report.
-
-    `digests` by (output key, piece number); `rescaled` by (job, block-scale tensor or MoE path); `flushed` counts block
-    scales that a layout could not keep, by (job, MoE path); `nan` counts NaN block scales of the source, by (tensor,
-    byte from which on they were read); `rounding` is the largest relative error of values written in fewer bits.
-    """
-
-    digests: dict[tuple[str, int], bytes] = field(default_factory=dict)
-    nan: dict[tuple[str, int], int] = field(default_factory=dict)
-    rounding: dict[str, float] = field(default_factory=dict)
-    rescaled: dict[tuple[int, str], RescaleCounts] = field(default_factory=dict)
-    flushed: dict[tuple[int, str], int] = field(default_factory=dict)
-
-    def rescaled_by(self, job: int) -> dict[str, RescaleCounts]:
-        """What rescaling did for one job."""
-        return {name: counts for (number, name), counts in self.rescaled.items() if number == job}
-
-    def nan_by_tensor(self) -> dict[str, int]:
-        """NaN block scales by tensor."""
-        counts: dict[str, int] = {}
-        for (name, _), count in self.nan.items():
-            counts[name] = counts.get(name, 0) + count
-        return counts
-
-    def flushed_by(self, job: int) -> dict[str, int]:
-        """Block scales that one job's layout could not keep, by MoE path."""
-        return {path: count for (number, path), count in self.flushed.items() if number == job}
 
 
 class Stopped(Exception):
@@ -124,7 +98,12 @@ class Context:
         target = self.plan.outputs[key]
         self.output.write(target.file, target.start + piece * len(data), data)
         self.outcome.digests[key, piece] = xxhash.xxh3_128_digest(data)
-        self.progress(len(data))
+        self.wrote(len(data))
+
+    def wrote(self, count: int) -> None:
+        """Bytes that a step wrote."""
+        self.outcome.written += count
+        self.progress(count)
 
 
 def execute(
@@ -135,7 +114,7 @@ def execute(
     workers: int,
     progress: Callable[[int], None],
 ) -> Outcome:
-    """Run every item.
+    """Run every item that an earlier run did not finish.
 
     Args:
         source, plan, jobs: what to read, where to write it, which values.
@@ -146,23 +125,69 @@ def execute(
     Raises:
         EnvironmentFault: reading or writing failed; the first failure stops the others.
     """
+    kept = output.open_shards(plan.shards)
+    done = finished(output.journalled if kept else (), plan)
+    whole = Outcome()
+    for outcome in done.values():
+        whole.add(outcome)
+    if whole.written:
+        progress(whole.written)
+    positions = {key: number for number, key in enumerate(plan.outputs)}
     with opened_shards(source) as descriptors:
-        for shard in plan.shards:
-            output.open_shard(shard)
         stop = threading.Event()
         lock, local = threading.Lock(), threading.local()
-        context = Context(source, plan, jobs, output, descriptors, progress, stop, Outcome(), lock, local)
+        context = Context(source, plan, jobs, output, descriptors, progress, stop, whole, lock, local)
+        reports: SimpleQueue[tuple[int, Outcome | BaseException]] = SimpleQueue()
+        todo = [number for number in range(len(plan.items)) if number not in done]
         with ThreadPoolExecutor(workers, thread_name_prefix="nvfp4prep") as pool:
-            futures = [pool.submit(_run_item, context, item) for item in plan.items]
+            for number in todo:
+                pool.submit(_report, context, number, reports)
             try:
-                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                _collect(len(todo), reports, whole, output, positions)
             finally:
                 stop.set()
                 pool.shutdown(wait=True, cancel_futures=True)
-            failures = [error for future in done if (error := future.exception()) is not None]
-            for error in sorted(failures, key=lambda error: isinstance(error, Stopped)):
-                raise error
-        return context.outcome
+    return whole
+
+
+def _report(context: Context, number: int, reports: SimpleQueue[tuple[int, Outcome | BaseException]]) -> None:
+    """Run an item, and put what it reported, or why it failed, into the queue."""
+    outcome = Outcome()
+    try:
+        _run_item(replace(context, outcome=outcome), context.plan.items[number])
+    except BaseException as error:
+        reports.put((number, error))
+    else:
+        reports.put((number, outcome))
+
+
+def _collect(
+    count: int,
+    reports: SimpleQueue[tuple[int, Outcome | BaseException]],
+    whole: Outcome,
+    output: PartialOutput,
+    positions: Mapping[str, int],
+) -> None:
+    """Gather the reports of `count` items; now and then sync what they wrote and journal it. Raises the first failure.
+
+    What was written is on disk before the journal says so: a machine that loses power must not believe it was.
+    """
+    fresh: list[bytes] = []
+    begun = last = monotonic()
+    for _ in range(count):
+        number, report = reports.get()
+        if isinstance(report, Stopped):
+            continue  # another one says why
+        if isinstance(report, BaseException):
+            raise report
+        whole.add(report)
+        fresh.append(line(number, report, positions))
+        if monotonic() - last >= COMMIT_SECONDS:
+            output.commit(b"".join(fresh))
+            fresh.clear()
+            last = monotonic()
+    if fresh and last - begun >= COMMIT_SECONDS:
+        output.commit(b"".join(fresh))
 
 
 def _run_item(context: Context, item: Item) -> None:
@@ -208,7 +233,7 @@ def _copy(context: Context, step: Copy) -> None:
         for key in step.keys:
             target = context.plan.outputs[key]
             context.output.write(target.file, target.start + at, data)
-            context.progress(len(data))
+            context.wrote(len(data))
     for key in step.keys:
         context.outcome.digests[key, step.start // PIECE_BYTES] = hasher.digest()
 
@@ -236,7 +261,7 @@ def _rescale(context: Context, step: RescaleBlocks) -> None:
             counts += rescale_codes(torch.frombuffer(data, dtype=torch.uint8).view(-1, columns), rescale, expert)
             context.output.write(target.file, target.start + at, data)
             pieces.update(data)
-            context.progress(len(data))
+            context.wrote(len(data))
     for number, piece in enumerate(pieces.digests()):
         context.outcome.digests[step.key, number] = piece
     context.outcome.rescaled[step.job, tensor.name] = counts
@@ -249,7 +274,7 @@ def _widen(context: Context, step: Widen) -> None:
         data = widened(tensor.dtype, context.read(tensor, at, min(_READ_BYTES, tensor.nbytes - at))).tobytes()
         context.output.write(target.file, target.start + 2 * at, data)
         pieces.update(data)
-        context.progress(len(data))
+        context.wrote(len(data))
     for number, piece in enumerate(pieces.digests()):
         context.outcome.digests[step.key, number] = piece
 

@@ -18,6 +18,7 @@ from nvfp4prep.errors import CheckFailed, InputRefused
 from nvfp4prep.execute import Job, execute, shard_digests
 from nvfp4prep.findings import Finding
 from nvfp4prep.header import DTYPE_BITS, MAX_TENSORS, HeaderError, TensorInfo, parse_header, tensor_bytes
+from nvfp4prep.journal import plan_id
 from nvfp4prep.packing import PackJob, fact_names, manifest_entry, packed_names, projections, read_whole, stacked_specs
 from nvfp4prep.plan import (
     PIECE_BYTES,
@@ -374,7 +375,7 @@ def write(
     side_files = [name for name in source.side_files if name not in (qc.CONFIG, manifests.MANIFEST)]
     planned = [*(shard.file for shard in plan.shards), INDEX, qc.HF_QUANT_CONFIG, qc.CONFIG, manifests.MANIFEST]
     check_names({name: name for name in side_files}, planned)
-    with PartialOutput(out) as output:
+    with PartialOutput(out, plan_id(source, plan, [values])) as output:
         for name in side_files:
             output.copy_side_file(source.root / name, name)
         outcome = execute(source, plan, [job], output, workers, progress)

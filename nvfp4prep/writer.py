@@ -28,7 +28,7 @@ from nvfp4prep.source import read_json
 _CHUNK = 1 << 24
 _MOST_LINKS = 40
 _MOST_FILES = 128
-_MARKER_TEXT = re.compile(rb"(?:nvfp4prep (\d+)\n)?")
+_MARKER_TEXT = re.compile(rb"(?:nvfp4prep (\d+)\n(?:plan ([0-9a-f]{32})\n(?P<journal>.*))?)?", re.DOTALL)
 
 Identity = tuple[int, int]
 """Device and inode."""
@@ -208,11 +208,17 @@ def check_space(out: Path, needed: int) -> None:
     folder = destination(out).parent
     while not folder.exists():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(folder).free + _held(partial_path(destination(out)))
     if free < needed:
         raise EnvironmentFault(
             f"{folder}: {free:,} bytes free, {needed:,} needed; free {needed - free:,} bytes or choose another disk"
         )
+
+
+def _held(partial: Path) -> int:
+    """Bytes on disk of what an earlier run left, which is gone on with or deleted."""
+    files = partial.rglob("*") if partial.is_dir() and not partial.is_symlink() else ()
+    return sum(path.lstat().st_blocks * 512 for path in files)
 
 
 class _OpenFiles:
@@ -268,12 +274,18 @@ class _OpenFiles:
 
 
 class PartialOutput:
-    """An output being written. Leaving the context without `publish` deletes it, unless a check failed on it.
+    """An output being written. Leaving the context without `publish` deletes it, unless a check failed on it, or its
+    journal has what another run with the same plan can go on with.
 
-    An exception that leaves the context gets a note of what is on disk, where that is anything.
+    An exception that leaves the context gets a note of what is on disk, where that is anything. `journalled` are the
+    lines of an earlier run with this plan, whose files are still there.
     """
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, plan: str) -> None:
+        self.journalled: tuple[bytes, ...] = ()
+        self._plan = plan
+        self._journal_end = 0
+        self._committed = False
         self.out = destination(out)
         self.partial = partial_path(self.out)
         self._replaced, self._marker = replaced_path(self.out), marker_path(self.out)
@@ -310,13 +322,44 @@ class PartialOutput:
         if _in_the_way(self.partial, self._marker):
             raise UsageFault(f"{self.partial}: is in the way and was not left by nvfp4prep; move it")
         if os.path.lexists(self.partial):  # left by a run that was killed
+            self.journalled = self._read_journal()
+            if self.journalled:
+                self._own, self._committed = _identity(self.partial), True
+                return
             shutil.rmtree(self.partial)
         self.partial.mkdir()
+        self._begin_journal()
+
+    def _read_journal(self) -> tuple[bytes, ...]:
+        """The whole lines of a journal of the same plan."""
+        text = os.pread(self._lock, os.fstat(self._lock).st_size, 0)
+        found = _MARKER_TEXT.fullmatch(text)
+        if found is None or found[2] is None or found[2].decode() != self._plan:
+            return ()
+        lines = found["journal"].split(b"\n")
+        self._journal_end = len(text) - len(lines[-1])
+        return tuple(lines[:-1])
+
+    def _begin_journal(self) -> None:
         self._own = _identity(self.partial)
         assert self._own is not None
+        text = b"nvfp4prep %d\nplan %s\n" % (self._own[1], self._plan.encode())
         os.ftruncate(self._lock, 0)
-        os.write(self._lock, b"nvfp4prep %d\n" % self._own[1])
+        os.pwrite(self._lock, text, 0)
         os.fsync(self._lock)
+        self._journal_end, self._committed = len(text), False
+
+    def commit(self, lines: bytes) -> None:
+        """Sync the shards, then note in the journal what is on disk now. Raises EnvironmentFault."""
+        self._sync_shards()
+        try:
+            os.ftruncate(self._lock, self._journal_end)
+            os.pwrite(self._lock, lines, self._journal_end)
+            os.fsync(self._lock)
+        except OSError as error:
+            raise fault(self._marker, "can't be written", error) from None
+        self._journal_end += len(lines)
+        self._committed = True
 
     @property
     def _published(self) -> bool:
@@ -347,7 +390,11 @@ class PartialOutput:
         if self._published:
             if isinstance(value, KeyboardInterrupt):  # between the renames and the end of `publish`
                 self._delete_former()
-        elif not isinstance(value, CheckFailed):
+        elif isinstance(value, CheckFailed):
+            self._begin_journal()  # the next run writes it again
+        elif self._committed and not isinstance(value, InputRefused):
+            self._roll_back()
+        else:
             self._roll_back()
             if self._own is not None and _identity(self.partial) == self._own:
                 shutil.rmtree(self.partial, ignore_errors=True)
@@ -364,17 +411,40 @@ class PartialOutput:
         if self._published:
             found.append(f"{self.out} is complete")
         elif self._own is not None and _identity(self.partial) == self._own:
-            found.append(f"{self.partial} is left, and deleted by the next run to {self.out}")
+            then = "the same command goes on from there" if self._committed else "the next run deletes it"
+            found.append(f"{self.partial} is left; {then}")
         if self._former is not None and _identity(self._replaced) == self._former:
             advice = "delete it" if self._published else f"rename it to {self.out.name}"
             found.append(f"the former {self.out.name} is left as {self._replaced}; {advice}")
         return "; ".join(found)
 
-    def open_shard(self, shard: Shard) -> None:
-        """Create a shard at its final size with its header."""
+    def open_shards(self, shards: Sequence[Shard]) -> bool:
+        """Create shards at their final size with their headers; True when an earlier run's are gone on with."""
+        kept = bool(self.journalled) and all(self._is_kept(shard) for shard in shards)
+        if self.journalled and not kept:
+            self._begin_journal()
+        for shard in shards:
+            if kept:
+                self._shards.append(shard.file)
+            else:
+                self._create(shard)
+        return kept
+
+    def _is_kept(self, shard: Shard) -> bool:
+        path = self.partial / shard.file
+        try:
+            if path.is_symlink() or path.stat().st_size != shard.nbytes:
+                return False
+            with path.open("rb") as file:
+                return file.read(len(shard.header)) == shard.header
+        except OSError:
+            return False
+
+    def _create(self, shard: Shard) -> None:
         path = self.partial / shard.file
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
             with self._files.use(shard.file, os.O_CREAT | os.O_EXCL) as descriptor:
                 self._shards.append(shard.file)
                 _preallocate(descriptor, shard.nbytes)
@@ -399,6 +469,7 @@ class PartialOutput:
         path = self.partial / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
             with source.open("rb") as reader, path.open("xb") as writer:
                 shutil.copyfileobj(reader, writer, _CHUNK)
                 writer.flush()
@@ -408,13 +479,16 @@ class PartialOutput:
 
     def seal(self) -> None:
         """Force all shards to disk and close them."""
+        self._sync_shards()
+        self._files.close()
+
+    def _sync_shards(self) -> None:
         for file in self._shards:
             try:
                 with self._files.use(file) as descriptor:
                     os.fsync(descriptor)
             except OSError as error:
                 raise fault(self.partial / file, "can't be synced", error) from None
-        self._files.close()
 
     def publish(
         self,
@@ -430,6 +504,7 @@ class PartialOutput:
         """
         try:
             for name, data in small_files:
+                (self.partial / name).unlink(missing_ok=True)
                 with (self.partial / name).open("xb") as writer:
                     writer.write(data)
                     writer.flush()
@@ -482,7 +557,7 @@ def _locked(marker: Path, partial: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             found = os.fstat(descriptor)
             if _identity(marker) == (found.st_dev, found.st_ino):  # not one that its owner has just removed
-                if _MARKER_TEXT.fullmatch(os.pread(descriptor, 100, 0)) is None:
+                if _MARKER_TEXT.fullmatch(os.pread(descriptor, found.st_size, 0)) is None:
                     raise UsageFault(f"{marker}: is in the way and was not left by nvfp4prep; move it")
                 return descriptor
         except BlockingIOError:

@@ -114,7 +114,7 @@ def test_out_that_changes_during_the_run_is_kept(existed: bool, source: Path, tm
     out = tmp_path / "out"
     if existed:
         shutil.copytree(source, out)
-    with pytest.raises(UsageFault, match="during the run"), writer.PartialOutput(out) as output:
+    with pytest.raises(UsageFault, match="during the run"), writer.PartialOutput(out, "0" * 32) as output:
         if existed:
             out.rename(tmp_path / "away")
         shutil.copytree(source, out)
@@ -213,7 +213,7 @@ def test_partial_of_somebody_else_is_kept_beside_a_stale_marker(source: Path, tm
 
 
 def test_one_run_at_a_time(source: Path, tmp_path: Path) -> None:
-    with writer.PartialOutput(tmp_path / "out"):
+    with writer.PartialOutput(tmp_path / "out", "0" * 32):
         assert "another nvfp4prep" in unchanged(tmp_path, source, tmp_path / "out", code=4).stderr
 
 
