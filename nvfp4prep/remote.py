@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import huggingface_hub
 from huggingface_hub import constants
-from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RevisionNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RevisionNotFoundError
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
 from nvfp4prep.errors import EnvironmentFault, InputRefused
@@ -26,6 +26,7 @@ from nvfp4prep.ranges import LocalReader, Reader
 from nvfp4prep.source import (
     INDEX,
     MAX_LARGE_JSON_BYTES,
+    READ_FILES,
     FileState,
     HubRepo,
     ShardHeader,
@@ -99,8 +100,8 @@ class RemoteSource(Source):
 def open_remote(repo: HubRepo) -> Source:
     """Open a Hub repo at one commit without downloading its shards.
 
-    A snapshot in huggingface_hub's cache is opened instead where the Hub must not be asked (HF_HUB_OFFLINE), or can't
-    be and the snapshot has all shards.
+    Where the Hub can't be asked, or must not be (HF_HUB_OFFLINE), a snapshot in huggingface_hub's cache is opened
+    instead, if it has all shards.
 
     Raises:
         InputRefused: it is no checkpoint, or a file in it is damaged.
@@ -129,14 +130,12 @@ def _find(repo: HubRepo) -> HubFiles | Source:
         for number in range(len(WAITS) + 1):
             try:
                 return _list(repo)
-            except OfflineModeIsEnabled:
-                return open_snapshot(repo)
             except hub_errors() as error:
                 if number == 0 and not isinstance(error, RevisionNotFoundError):
                     snapshot = _snapshot_here(repo)
                     if snapshot is not None:
                         return snapshot
-                if number == len(WAITS) or not _may_pass(error):
+                if number == len(WAITS) or isinstance(error, OfflineModeIsEnabled) or not _may_pass(error):
                     raise
                 time.sleep(WAITS[number])
     raise AssertionError
@@ -149,7 +148,7 @@ def _list(repo: HubRepo) -> HubFiles:
             repo.name, revision=repo.revision, files_metadata=True, timeout=LISTING_TIMEOUT
         )
         sizes = {file.rfilename: file.size for file in info.siblings or ()}
-    except HFValidationError:
+    except (HFValidationError, HfHubHTTPError):  # some are ValueErrors too
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise OSError(f"it does not answer as a Hub does: {error}") from None
@@ -175,7 +174,7 @@ def _fetch_small(files: HubFiles, names: Sequence[str]) -> Path:
     small = []
     for name in names:
         size, is_json = files.sizes[name], name.endswith(".json")
-        if is_json and "/" not in name and size > MAX_LARGE_JSON_BYTES:
+        if name in READ_FILES and size > MAX_LARGE_JSON_BYTES:
             refuse("bad-json", f"{size} bytes, over the limit of {MAX_LARGE_JSON_BYTES}", file=name)
         if not name.endswith(".safetensors") and size < (MAX_LARGE_JSON_BYTES if is_json else SMALL_FILE_BYTES):
             small.append(glob.escape(name))

@@ -36,7 +36,8 @@ _MAX_NUMBER = 1 << 128
 _LARGE_JSON = frozenset({INDEX, "nvfp4prep.json"})
 PARTIAL_MARKER = ".nvfp4prep-partial"
 """In outputs that the first version of `writer` did not finish."""
-_NEVER_FOLDERS = frozenset({INDEX, "config.json", "hf_quant_config.json", "nvfp4prep.json"})
+READ_FILES = frozenset({INDEX, "config.json", "hf_quant_config.json", "nvfp4prep.json"})
+"""What is read beside the shards."""
 _HUB_SPEC = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 # Bookkeeping of git and of huggingface_hub's local folders: not part of the model.
 _NOT_MODEL = frozenset({".git", ".cache", ".huggingface", "__pycache__"})
@@ -429,7 +430,7 @@ def _model_files(root: Path) -> Iterable[str]:
             if path.is_symlink():
                 message = "a link to a folder; put the folder in its place, or remove it"
                 refuse("linked-folder", message, file=str(path.relative_to(root)))
-            if folder == str(root) and (name in _NEVER_FOLDERS or name.endswith(".safetensors")):
+            if folder == str(root) and (name in READ_FILES or name.endswith(".safetensors")):
                 refuse("not-a-file", "a folder where a file of the model belongs; rename or remove it", file=name)
         for name in names:
             path = Path(folder) / name
@@ -451,7 +452,7 @@ def listed_files(paths: Iterable[str]) -> list[str]:
         parts = path.split("/")
         if not all(PurePosixPath(part).name == part and part not in ("", "..") for part in parts):
             raise EnvironmentFault(f"the Hub lists a file {path!r}, which is no path inside a repo")
-        if len(parts) > 1 and (parts[0] in _NEVER_FOLDERS or parts[0].endswith(".safetensors")):
+        if len(parts) > 1 and (parts[0] in READ_FILES or parts[0].endswith(".safetensors")):
             message = "a folder where a file of the model belongs; rename or remove it"
             refuse("not-a-file", message, file=parts[0])
         if path == PARTIAL_MARKER:
