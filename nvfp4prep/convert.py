@@ -25,7 +25,7 @@ from nvfp4prep.plan import Constant, Divide, Plan, Step, index_of, key_of, make_
 from nvfp4prep.scales import Resolution, ScalePolicy, changes, output_shape, resolve
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, Schema
 from nvfp4prep.source import INDEX, verify_unchanged
-from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space, file_sizes
+from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space
 
 if TYPE_CHECKING:
     from nvfp4prep.folding import Fold
@@ -57,7 +57,7 @@ class Prepared:
     def bytes_needed(self) -> int:
         """Bytes on disk for the output, side files included."""
         source = self.checkpoint.source
-        return self.plan.nbytes + sum(file_sizes(source.root, source.side_files).values())
+        return self.plan.nbytes + source.side_bytes()
 
 
 @dataclass(frozen=True)
