@@ -28,7 +28,7 @@ NVFP4 = (
 OVERLAYS = ("tinymoe-nvfp4-fewtokens", "tinymoe-nvfp4-splitscale")
 """Rebuilt from tests/data by scripts/build_overlay.py."""
 
-INT4 = ("qwen3moe-int4awq", "qwen3moe-w4a8awq")
+INT4 = ("qwen3moe-int4awq", "qwen3moe-w4a8awq", "tinymoe-int4awq", "tinymoe-w4a8awq")
 """Shipped in tests/data; not NVFP4."""
 
 FULL_SET = (
@@ -41,8 +41,6 @@ FULL_SET = (
     "nemotronh-nvfp4-bf16",
     "qwen3moe-nvfp4-perexpert-bf16",
     "tinymoe-bf16",
-    "tinymoe-int4awq",
-    "tinymoe-w4a8awq",
 )
 """What the folder named by NVFP4PREP_CHECKPOINTS holds when it is complete."""
 
