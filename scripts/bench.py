@@ -5,9 +5,9 @@ Usage: bench.py [--size GIB] [--runs N] [--dir DIR] [--split] [--only NAME]...
 
 Generates a checkpoint of about the size asked for: a Qwen3-MoE's geometry, random codes, every input scale different.
 Gate and up share their weight_scale_2, as ModelOpt exports them; with --split no pair does, and the block scales of
-half of them are rescaled. Commands take turns with `cp -r`, each in a fresh process; the best of N counts. Both sides end
-with their files on disk (`cp` is followed by `sync`, convert syncs itself), and the source is in the page cache. Peak
-RSS is of the command's own process. `naive` is a script that loads everything, shuffles rows and saves.
+half of them are rescaled. Commands take turns with `cp -r`, each in a fresh process; the best of N counts. Both sides
+end with their files on disk (`cp` is followed by `sync`, convert syncs itself), and the source is in the page cache.
+Peak RSS is of the command's own process. `naive` is a script that loads everything, shuffles rows and saves.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HIDDEN, INTERMEDIATE, EXPERTS = 2048, 768, 128
 VOCABULARY, HEADS, KV_HEADS, HEAD = 32768, 32, 4, 128
@@ -38,6 +39,7 @@ Spec = tuple[str, str, tuple[int, ...]]
 NAIVE = """
 import sys, torch
 from pathlib import Path
+from typing import Any
 from safetensors.torch import load_file, save_file
 source, out = map(Path, sys.argv[1:])
 out.mkdir()
