@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 
 NAME = "compressed-tensors"
 _QUANTIZED = (Format.NVFP4, Format.INT4)
-_KEPT = ("bias", "k_scale", "v_scale")
-"""Parameters that are copied. KV scales keep ModelOpt's names, as in the library's own converter; engines know them."""
-_PARAMS = frozenset({"weight", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", *_KEPT})
+_REPLACED = frozenset({"weight", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale"})
+_PARAMS = _REPLACED | {"bias", "k_scale", "v_scale"}
+"""What a quantised linear may have. KV scales keep ModelOpt's names: engines know them, the library's converter too."""
 
 
 # --- what can't be written -------------------------------------------------------------------------------------------
@@ -73,7 +73,8 @@ def refusals(checkpoint: Checkpoint, fold: bool) -> list[Finding]:
         weight = None if linear is None else linear.params["weight"]
         file, tensor = (weight.file, weight.name) if weight else (None, None)
         layer = None if linear is None else linear.layer
-        findings.append(Finding("target-refused", "error", f"{NAME}: {message}", file, tensor, layer))
+        experts = () if linear is None or linear.expert is None else (linear.expert,)
+        findings.append(Finding("target-refused", "error", f"{NAME}: {message}", file, tensor, layer, experts))
 
     formats = {linear.format for linear in schema.linears.values()} & {*_QUANTIZED, Format.FP8}
     if len(formats) > 1:
@@ -214,7 +215,7 @@ def _linear(
 
     specs: dict[str, Spec] = {}
     steps: list[Step] = []
-    for tensor in (linear.params[param] for param in _KEPT if param in linear.params):
+    for tensor in (tensor for param, tensor in linear.params.items() if param not in _REPLACED):
         specs[tensor.name] = (tensor.dtype, tensor.shape)
         steps.append(Copy(tensor, 0, tensor.nbytes, (key_of(folder, tensor.name),)))
     if linear.format not in _QUANTIZED or scale is None:
@@ -392,7 +393,7 @@ def _put_rounded(context: Context, key: str, values: Tensor, dtype: str, name: s
     lost = ~torch.isfinite(back) | ((back == 0) & (values != 0))
     if bool(lost.any()):
         at = tuple(int(i) for i in lost.nonzero()[0])
-        message = f"{float(values[at])} at {list(at)} does not fit {dtype}; use --target hf"
+        message = f"{float(values[at]):.6g} at {list(at)} does not fit {dtype}; use --target hf"
         raise InputRefused([Finding("kernel-scale-bad", "error", message, tensor=name)])
     error = torch.where(values == 0, 0.0, (back / values - 1).abs()).max() if values.numel() else torch.tensor(0.0)
     with context.lock:
@@ -406,4 +407,4 @@ def _put(context: Context, key: str, data: bytes) -> None:
     context.output.write(target.file, target.start, data)
     for at in range(0, len(data), PIECE_BYTES):
         context.outcome.digests[key, at // PIECE_BYTES] = xxhash.xxh3_128_digest(data[at : at + PIECE_BYTES])
-    context.progress(len(data))
+    context.wrote(len(data))
