@@ -149,8 +149,13 @@ def make_compressed_plan(
         if name not in done:
             specs[name] = (tensor.dtype, tensor.shape)
             steps += copies(tensor, name, folder)
+    imputed = tuple(
+        name
+        for linear in schema.of_format(Format.NVFP4)
+        if (name := f"{linear.module}.input_global_scale") in specs and "input_scale" not in linear.params
+    )
     shards = place(specs, checkpoint.source.metadata, max_shard_bytes, folder)
-    return Plan(shards, outputs_of(shards, folder), gather(steps))
+    return Plan(shards, outputs_of(shards, folder), gather(steps), imputed)
 
 
 def _row_factors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
@@ -273,6 +278,8 @@ def quantization_config(checkpoint: Checkpoint, quant: QuantConfig, folds: Mappi
         scaled = any("input_scale" in one.params for one in schema.of_format(Format.NVFP4))
         inputs = weights | {"dynamic": "local"} if scaled else None
     ignore = sorted({*quant.exclude, *unpacked(checkpoint, folds)})
+    packed = (one.module for one in schema.linears.values() if one.format in _QUANTIZED and one.module not in ignore)
+    heads = [module for module in packed if module.rpartition(".")[2] == "lm_head"]  # engines have no Linear there
     section: dict[str, Any] = {
         "quant_method": NAME,
         "format": form,
@@ -280,7 +287,7 @@ def quantization_config(checkpoint: Checkpoint, quant: QuantConfig, folds: Mappi
         "global_compression_ratio": None,
         "config_groups": {
             "group_0": {
-                "targets": ["Linear"],
+                "targets": ["Linear", *heads],
                 "weights": weights,
                 "input_activations": inputs,
                 "output_activations": None,

@@ -139,7 +139,7 @@ def _fold(checkpoint: Checkpoint, moe: MoeLayer) -> Fold | Finding | None:
     if unknown is not None:
         stored = unknown.params["weight"]
         return _refused(moe, f"{unknown.module} reads the norm and is {stored.dtype} {list(stored.shape)}")
-    if not any(linear.format is Format.UNQUANTIZED and linear.rows == moe.expert_count for linear in divided):
+    if not any(linear.rows == moe.expert_count for linear in divided):
         return _refused(moe, f"no router of {moe.expert_count} rows that reads the norm too is stored")
     weight = read_floats(checkpoint, norm)
     exact = weight * first

@@ -294,7 +294,8 @@ def check_config(source: Source, after: View, plain: set[str]) -> None:
     assert (section["quant_method"], section["format"]) == ("compressed-tensors", form)
     assert section["quantization_status"] == "compressed"
     (group,) = section["config_groups"].values()
-    assert (group["targets"], group["format"], group["output_activations"]) == (["Linear"], form, None)
+    heads = [module for module in source.forms if module == "lm_head" and module not in plain]
+    assert (group["targets"], group["format"], group["output_activations"]) == (["Linear", *heads], form, None)
     assert len(section["ignore"]) == len(set(section["ignore"]))
     unquantized = unquantized_modules(after)
     assert plain <= unquantized

@@ -184,6 +184,22 @@ def add(**tensors: torch.Tensor) -> Damage:
     return lambda ck: ck.tensors.update({name.replace("__", "."): tensor for name, tensor in tensors.items()})
 
 
+def quantised_head(ck: Editable) -> None:
+    """lm_head in the format of the other linears, NVFP4 or int4, with made-up codes and scales of one value."""
+    rows, columns = ck.tensors["lm_head.weight"].shape
+    size = rows * columns // 2
+    codes = (torch.arange(size) * 37 % 251).to(torch.uint8)
+    if ck.names(r".*\.o_proj\.weight_scale") and any(name.endswith("o_proj.weight_scale_2") for name in ck.tensors):
+        ck.tensors["lm_head.weight"] = codes.view(rows, columns // 2)
+        ck.tensors["lm_head.weight_scale"] = torch.full((rows, columns // 16), 32.0).to(torch.float8_e4m3fn)
+        ck.tensors["lm_head.weight_scale_2"] = ck.tensors["lm_head.input_scale"] = torch.tensor(2.0**-10)
+    else:
+        ck.tensors["lm_head.weight"] = codes.view(rows // 2, columns)
+        ck.tensors["lm_head.weight_scale"] = torch.full((rows, columns // 128), 2.0**-5)
+    for section, key in zip(ck.sections, ("ignore", "exclude_modules"), strict=False):
+        section[key].remove("lm_head")
+
+
 # --- raw files -------------------------------------------------------------------------------------------------------
 
 

@@ -201,6 +201,25 @@ def test_kv_scales_beside_quantised_attention(name: str, checkpoint: Fetch, tmp_
     assert after.config["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
 
 
+@pytest.mark.parametrize("name", [W4A16, QWEN])
+def test_a_quantised_head_is_named(name: str, checkpoint: Fetch, tmp_path: Path) -> None:
+    """The engines' head is no Linear: they take it for quantised only where a target has its name."""
+    source = damage.damaged(checkpoint(name), tmp_path / "source", damage.quantised_head)
+    after = checked(source, tmp_path)
+    assert "lm_head.weight_packed" in after.tensors
+
+
+def test_imputed_input_scales(checkpoint: Fetch, tmp_path: Path) -> None:
+    missing = f"{UP3}.input_scale"
+    source = damage.damaged(checkpoint(QWEN), tmp_path / "source", damage.drop(re.escape(missing)))
+    refused(source, *TARGET)
+    after = converted(source, tmp_path / "out", *TARGET, "--impute", "layer-max")
+    converted(source, tmp_path / "hf", "--impute", "layer-max")
+    compressed_oracle.check(source, tmp_path / "out", tmp_path / "hf")
+    assert f"{UP3}.input_global_scale" in after.tensors
+    assert manifest_of(tmp_path / "out")["runs"][0]["changes"]["imputed"] == [f"{UP3}.input_global_scale"]
+
+
 def test_biases_are_kept(checkpoint: Fetch, tmp_path: Path) -> None:
     def change(ck: Editable) -> None:
         for layer in (0, 1):
@@ -395,6 +414,18 @@ def test_a_shared_expert_reads_the_folded_norm_too(checkpoint: Fetch, tmp_path: 
     for name in ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj"):
         assert after.tensors[f"{MLP0}.{name}.weight"].dtype == "BF16"
     assert f"{MLP0}.shared_expert.up_proj" in after.config["quantization_config"]["ignore"]
+
+
+def test_a_shared_expert_with_factors_of_its_own(checkpoint: Fetch, tmp_path: Path) -> None:
+    """Its columns are multiplied by its own and divided by the norm's."""
+    own = torch.linspace(0.25, 3, 256).bfloat16()
+    names = [
+        f"model.layers.{i}.mlp.shared_expert.{part}_proj.pre_quant_scale" for i in (0, 1) for part in ("gate", "up")
+    ]
+    source = damage.damaged(
+        checkpoint(W4A16), tmp_path / "source", shared_expert, lambda ck: ck.tensors.update(dict.fromkeys(names, own))
+    )
+    checked(source, tmp_path)
 
 
 def test_a_shared_expert_without_factors_stays_packed(checkpoint: Fetch, tmp_path: Path) -> None:
