@@ -75,6 +75,10 @@ def _classify(source: Source) -> Checkpoint:
     schema = build_schema(source.tensors, config)
     quant, findings = qc.read_quant_config(config, nested)
     previous, manifest_findings = manifests.read_manifest(source.root)
+    method = (qc.quantization_section(config) or {}).get("quant_method")
+    if previous is not None and method == "compressed-tensors":
+        message = f"written by nvfp4prep in the form of {method}; convert what it was made from"
+        raise InputRefused([Finding("already-packed", "error", message, qc.CONFIG)])
     findings = [*source.findings, *findings, *manifest_findings, *schema.findings]
     exclude, weight_only = None, frozenset[str]()
     if quant is not None:

@@ -26,6 +26,7 @@ from nvfp4prep.errors import (
     EXIT_OK,
     EXIT_TERMINATED,
     CheckFailed,
+    EnvironmentFault,
     InputRefused,
     Stop,
     UsageFault,
@@ -88,7 +89,7 @@ class _Main(click.Group):
 @click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="nvfp4prep")
 def main() -> None:
-    """Turn a ModelOpt NVFP4 checkpoint into one that serving engines agree on.
+    """Turn a ModelOpt NVFP4 or int4 checkpoint into one that serving engines agree on.
 
     Exit codes: 0 done; 1 a check failed; 2 usage; 3 input refused, nothing written; 4 I/O or environment;
     130 interrupted.
@@ -461,6 +462,20 @@ def smoke(
 @click.option("--ep", type=click.IntRange(1, 1024), default=1, show_default=True, help="Packed targets: EP ranks.")
 @click.option("--gpu", type=click.Choice(_GPUS), help="For --target auto.  [default: the one present]")
 @click.option(
+    "--pre-quant-scale",
+    type=click.Choice(["refuse", "fold"]),
+    default="refuse",
+    show_default=True,
+    help="As convert's, for targets without a place for AWQ's factors.",
+)
+@click.option(
+    "--impute",
+    type=click.Choice(["none", "layer-max"]),
+    default="none",
+    show_default=True,
+    help="As convert's: missing and unusable input scales are no error then.",
+)
+@click.option(
     "--level",
     type=click.Choice(["headers", "scales", "full"]),
     default="scales",
@@ -507,6 +522,8 @@ def validate(
     tp: int,
     ep: int,
     gpu: str | None,
+    pre_quant_scale: Any,
+    impute: Any,
     level: Any,
     form: str,
     output: Path | None,
@@ -530,13 +547,22 @@ def validate(
         from nvfp4prep.options import Options
         from nvfp4prep.rules import BY_NAME
 
+        _spare_source(output, src)
         known = validation.fingerprints(baseline) if baseline is not None else frozenset()
         chosen = frozenset[str]().union(*select) if select else frozenset(BY_NAME)
-        asked = [Options(name, engine=engine, tp=tp, ep=ep) for name in _resolve_targets(targets, gpu)]
+        names = _resolve_targets(targets, gpu)
+        asked = [
+            Options(name, impute=impute, engine=engine, tp=tp, ep=ep, pre_quant_scale=pre_quant_scale) for name in names
+        ]
+        threads = workers or default_workers()
         with _scanning(level == "full") as advance:
-            found = validation.validate(src, level, asked if targets else (), workers or default_workers(), advance)
+            found = validation.validate(src, level, asked, threads, advance)
         found = validation.selected(found, chosen.difference(*ignore), known)
-        _write_findings(validation.at_least(found, severity), form, output)
+        shown = validation.at_least(found, severity)
+        _write_findings(shown, form, output)
+        hidden = len(found.findings) - len(shown.findings)
+        if hidden and form == "text":
+            _tell(f"{hidden} milder finding{'s' if hidden > 1 else ''} not shown (--severity {severity})")
         if found.fails(fail_on):
             sys.exit(EXIT_CHECK_FAILED)
 
@@ -562,13 +588,33 @@ def _write_findings(found: Report, form: str, output: Path | None) -> None:
 
 
 def _replace_file(path: Path, text: str) -> None:
-    """Write a file beside its name first, so that the name never holds a part of it."""
+    """Write a file beside its name first, so that the name never holds a part of it; devices and pipes in place."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        with path.open("w", encoding="utf-8") as file:
+            file.write(text)
+        return
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
+    except OSError as error:
+        raise EnvironmentFault(f"{path}: can't be written: {error.strerror}") from None
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def _spare_source(output: Path | None, src: str) -> None:
+    """Refuse an output path that is a file of the checkpoint, or would become one. Raises UsageFault."""
+    root = Path(src).expanduser()
+    if output is None or not root.is_dir():
+        return
+    place, inside = output.resolve(), root.resolve()
+    if place.is_relative_to(inside) and (place.exists() or place.suffix in (".safetensors", ".json")):
+        raise UsageFault(f"{output}: lies in the checkpoint; write it elsewhere")
+    if place.is_file() and any(place.samefile(path) for path in root.rglob("*") if path.is_file()):
+        raise UsageFault(f"{output}: is a file of the checkpoint; write it elsewhere")
 
 
 @main.command(short_help="Write one HTML page with findings and plots.")
@@ -583,13 +629,15 @@ def report(src: str, output: Path, workers: int | None) -> None:
         from nvfp4prep import validation
         from nvfp4prep.checkpoint import read_checkpoint
         from nvfp4prep.convert import default_workers
+        from nvfp4prep.options import Options
         from nvfp4prep.report import data, page
         from nvfp4prep.report.histogram import block_scale_histogram, block_scales
 
+        _spare_source(output, src)
         threads = workers or default_workers()
         checkpoint = read_checkpoint(src)
         with _scanning(True) as advance:
-            found = validation.validated(src, checkpoint, "full", (), threads, advance)
+            found = validation.validated(src, checkpoint, "full", (Options(),), threads, advance)
         scales = block_scales(checkpoint.schema)
         histogram = block_scale_histogram(checkpoint.source, scales) if scales else None
         _replace_file(output, page.render(data.collect(checkpoint, found, histogram)))
@@ -601,7 +649,7 @@ def report(src: str, output: Path, workers: int | None) -> None:
 @click.argument("rule", required=False)
 @_json_option
 def rules(rule: str | None, as_json: bool) -> None:
-    """List the rules of validate, or explain one: its id (NVP401) or name."""
+    """List the rules of validate, or some (NVP4), or explain one: its id (NVP401) or name."""
     with _stops(as_json):
         from nvfp4prep import rules_view
         from nvfp4prep.rules import BY_ID, BY_NAME, RULES
@@ -613,6 +661,13 @@ def rules(rule: str | None, as_json: bool) -> None:
                 _print(rules_view.table(RULES))
             return
         found = BY_ID.get(rule.upper()) or BY_NAME.get(rule)
+        some = [one for one in RULES if one.id.startswith(rule.upper())]
+        if found is None and some:
+            if as_json:
+                _print_json({"rules": [rules_view.to_json(one) for one in some]})
+            else:
+                _print(rules_view.table(some))
+            return
         if found is None:
             raise UsageFault(f"no rule {rule}; nvfp4prep rules lists them")
         if as_json:
@@ -713,6 +768,10 @@ def _stops(as_json: bool) -> Iterator[_Ending]:
                 if ending.signalled is None or isinstance(error, click.ClickException | click.exceptions.Exit):
                     raise
                 raise ending.signalled from error
+        except SystemExit:
+            if _stdout.lost is not None:
+                _end(EXIT_ENVIRONMENT, [f"stdout: {_stdout.lost}; {ending.on_disk}"], (), as_json)
+            raise
         except Stop as stop:
             findings: tuple[Finding, ...] = stop.findings if isinstance(stop, InputRefused) else ()
             lines = [str(finding) for finding in findings] or [str(stop)]

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from nvfp4prep.checkpoint import Checkpoint
@@ -108,6 +107,19 @@ def refusals(checkpoint: Checkpoint, fold: bool) -> list[Finding]:
     if scaled and not fold:
         refuse("the experts have pre_quant_scale, which it has no place for; --pre-quant-scale fold", scaled[0].w13[0])
     return findings
+
+
+def warnings(checkpoint: Checkpoint) -> list[Finding]:
+    """What a checkpoint loses in this form."""
+    scaled = [linear for linear in checkpoint.schema.of_format(Format.INT4) if "input_scale" in linear.params]
+    if not scaled:
+        return []
+    message = (
+        f"{len(scaled)} linears have scales for FP8 activations (W4A8), which pack-quantized has no place for: "
+        "activations stay 16-bit (W4A16)"
+    )
+    tensor = scaled[0].params["input_scale"]
+    return [Finding("activation-scales-dropped", "warning", message, tensor.file, tensor.name)]
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
@@ -237,7 +249,7 @@ def _linear(
         specs[f"{module}.weight_packed"] = ("I32", (linear.rows, linear.columns // 8))
         specs[f"{module}.weight_scale"] = ("BF16", scale.shape)
         specs[f"{module}.weight_shape"] = ("I64", (2,))
-        steps.append(Compress(linear, (key("weight_packed"), key("weight_scale")), rows))
+        steps.append(Compress(linear, (key("weight_packed"), key("weight_scale")), rows, job))
         steps.append(Constant(key("weight_shape"), struct.pack("<2q", linear.rows, linear.columns)))
         return specs, steps
     for at in range(0, weight.nbytes, PIECE_BYTES):
@@ -354,7 +366,7 @@ def run(context: Context, step: Compress | Dequantize | Divide) -> None:
             _dequantize(context, step)
         case Divide():
             values = _floats(context, step.tensor) / context.jobs[step.job].folds[step.fold].factor
-            _put_rounded(context, step.key, values, step.tensor.dtype, step.tensor.name, "readers")
+            _put_rounded(context, step.key, values, step.tensor.dtype, step.tensor.name, (step.job, "readers"))
 
 
 def _floats(context: Context, tensor: TensorInfo) -> Tensor:
@@ -370,11 +382,11 @@ def _bytes(context: Context, tensor: TensorInfo) -> Tensor:
 def _compress(context: Context, step: Compress) -> None:
     linear = step.linear
     packed, scale = step.keys
-    _put(context, packed, raw_bytes(pack_int4(_bytes(context, linear.params["weight"]))))
+    context.put(packed, raw_bytes(pack_int4(_bytes(context, linear.params["weight"]))))
     values = _floats(context, linear.params["weight_scale"])
     if step.rows is not None:
         values = values * _floats(context, step.rows)[:, None]
-    _put_rounded(context, scale, values, "BF16", linear.params["weight_scale"].name, "scales")
+    _put_rounded(context, scale, values, "BF16", linear.params["weight_scale"].name, (step.job, "scales"))
 
 
 def _dequantize(context: Context, step: Dequantize) -> None:
@@ -390,28 +402,21 @@ def _dequantize(context: Context, step: Dequantize) -> None:
         values = values * _floats(context, linear.params["pre_quant_scale"])
     if step.fold is not None:
         values = values / context.jobs[step.job].folds[step.fold].factor
-    _put_rounded(context, step.key, values, "BF16", linear.params["weight"].name, "unpacked")
+    _put_rounded(context, step.key, values, "BF16", linear.params["weight"].name, (step.job, "unpacked"))
 
 
-def _put_rounded(context: Context, key: str, values: Tensor, dtype: str, name: str, kind: str) -> None:
-    """Write F32 values in a dtype, and note the largest relative error that rounding made."""
+def _put_rounded(context: Context, key: str, values: Tensor, dtype: str, name: str, of: tuple[int, str]) -> None:
+    """Write F32 values in a dtype, and note the largest relative error that rounding made, by job and kind."""
     rounded = values.to(DTYPES[dtype])
     back = rounded.float()
-    lost = ~torch.isfinite(back) | ((back == 0) & (values != 0))
+    # What is no number in the source is refused at the end, by its own name.
+    lost = torch.isfinite(values) & (~torch.isfinite(back) | ((back == 0) & (values != 0)))
     if bool(lost.any()):
         at = tuple(int(i) for i in lost.nonzero()[0])
         message = f"{float(values[at]):.6g} at {list(at)} does not fit {dtype}; use --target hf"
         raise InputRefused([Finding("kernel-scale-bad", "error", message, tensor=name)])
-    error = torch.where(values == 0, 0.0, (back / values - 1).abs()).max() if values.numel() else torch.tensor(0.0)
+    error = torch.where(torch.isfinite(values) & (values != 0), (back / values - 1).abs(), 0.0)
+    largest = float(error.max()) if values.numel() else 0.0
     with context.lock:
-        context.outcome.rounding[kind] = max(context.outcome.rounding.get(kind, 0.0), float(error))
-    _put(context, key, raw_bytes(rounded))
-
-
-def _put(context: Context, key: str, data: bytes) -> None:
-    """Write a whole output tensor, hashed piece by piece as large ones are."""
-    target = context.plan.outputs[key]
-    context.output.write(target.file, target.start, data)
-    for at in range(0, len(data), PIECE_BYTES):
-        context.outcome.digests[key, at // PIECE_BYTES] = xxhash.xxh3_128_digest(data[at : at + PIECE_BYTES])
-    context.wrote(len(data))
+        context.outcome.rounding[of] = max(context.outcome.rounding.get(of, 0.0), largest)
+    context.put(key, raw_bytes(rounded))

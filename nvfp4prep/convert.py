@@ -6,8 +6,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from nvfp4prep.plan import Constant, Divide, Plan, Step, index_of, key_of, make_
 from nvfp4prep.scales import Resolution, ScalePolicy, changes, output_shape, resolve
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, Schema
 from nvfp4prep.source import INDEX, verify_unchanged
+from nvfp4prep.unusable import TEXTS
 from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space
 
 if TYPE_CHECKING:
@@ -113,8 +113,10 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
     folds: Mapping[str, Fold] = {}
     if options.target == COMPRESSED:
         from nvfp4prep import compressed_tensors
+        from nvfp4prep.folding import fold_all
 
-        folds = _folds(checkpoint)
+        found += compressed_tensors.warnings(checkpoint)
+        folds = fold_all(checkpoint)
         plan = compressed_tensors.make_compressed_plan(checkpoint, resolution, folds, shard_bytes, folder, number)
     elif asked.target is None:
         plan = make_plan(
@@ -122,9 +124,10 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
         )
     else:
         from nvfp4prep import packing
+        from nvfp4prep.folding import fold_all
         from nvfp4prep.layouts.logical import LayoutError
 
-        folds = _folds(checkpoint)
+        folds = fold_all(checkpoint)
         instead = _instead(folds, key_of(folder, asked.target.common), number)
         job = packing.PackJob(asked.target, folder, checkpoint.config, checkpoint.scale_values, {})
         try:
@@ -143,26 +146,24 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
             )
         except LayoutError as error:
             raise InputRefused([Finding("target-refused", "error", f"{job.target.layout}: {error}")]) from None
-    if options.target == "hf":
+    if asked.target is None:
         found += _form_warnings(schema, policy, resolution)
     quant = qc.rewrite(schema, checkpoint.quant, checkpoint.exclude)
+    if folds and asked.target is not None:
+        quant = _without_factors(checkpoint, quant)
     whole = Job(resolution, job, folds)
     return Prepared(checkpoint, options, policy, shard_bytes, plan, whole, quant, tuple(found), folder)
 
 
-def _folds(checkpoint: Checkpoint) -> dict[str, Fold]:
-    """How pre_quant_scale of each MoE layer is folded away. Raises InputRefused."""
-    from nvfp4prep import folding, targets
-    from nvfp4prep.layouts.logical import LayoutError
-
-    gated = all(moe.gated for moe in checkpoint.schema.moe_layers)
-    activation: str | None = None
-    with suppress(LayoutError):
-        activation = targets.activation_of(checkpoint.config, gated).kind
-    folds, refused = folding.fold_layers(checkpoint, activation)
-    if refused:
-        raise InputRefused(refused)
-    return folds
+def _without_factors(checkpoint: Checkpoint, quant: qc.QuantConfig) -> qc.QuantConfig:
+    """The configuration once the experts' pre_quant_scale is folded away: no AWQ where no other linear has one."""
+    schema = checkpoint.schema
+    routed = {linear.module for moe in schema.moe_layers for linear in (*moe.w13, *moe.w2)}
+    left = [x for x in schema.linears.values() if "pre_quant_scale" in x.params and x.module not in routed]
+    if left or quant.algo != "NVFP4_AWQ":
+        return quant
+    extras = {key: value for key, value in (quant.extras or {}).items() if key != "pre_quant_scale"}
+    return replace(quant, algo=qc.W4A4, extras=extras)
 
 
 def _instead(folds: Mapping[str, Fold], folder: str, number: int) -> dict[str, Step]:
@@ -263,7 +264,7 @@ def write_all(
 
     Raises:
         CheckFailed: by `check`, or the output does not pass `validate`.
-        InputRefused: a side file has the name of a file or folder of the output, or block scales are NaN.
+        InputRefused: a side file has the name of a file or folder of the output, or scales are unusable.
         UsageFault: the destination can't be used.
         EnvironmentFault: I/O; nothing is left under `out`.
     """
@@ -280,8 +281,8 @@ def write_all(
                 if name not in _REWRITTEN:
                     output.copy_side_file(source.root / name, key_of(prepared.folder, name))
         outcome = execute(source, plan, [prepared.job for prepared in targets], output, workers, progress)
-        if outcome.nan:
-            raise InputRefused(_nan_findings(targets[0].checkpoint, outcome.nan_by_tensor()))
+        if outcome.unusable:
+            raise InputRefused(_unusable(targets[0].checkpoint, outcome.unusable_by_tensor()))
         output.seal()
         verify_unchanged(source)
         for prepared in targets:
@@ -298,21 +299,22 @@ def write_all(
     return Result(out, tuple(written), outcome)
 
 
-def _nan_findings(checkpoint: Checkpoint, counts: Mapping[str, int]) -> list[Finding]:
-    """NVP501 for what the run came across, one for each MoE block or linear."""
-    found: dict[str, list[Linear]] = defaultdict(list)
-    for linear in checkpoint.schema.of_format(Format.NVFP4):
-        if linear.params["weight_scale"].name in counts:
-            found[checkpoint.schema.expert_of.get(linear.module, (linear.module, 0))[0]].append(linear)
+def _unusable(checkpoint: Checkpoint, counts: Mapping[str, Mapping[str, int]]) -> list[Finding]:
+    """What the run came across that no kernel can compute with: one finding for each rule and MoE block or linear."""
     findings = []
-    for where, linears in found.items():
-        tensor = linears[0].params["weight_scale"]
-        count = sum(counts[linear.params["weight_scale"].name] for linear in linears)
-        message = f"{where}: {count:,} block scales are NaN; outputs become NaN; export these weights again"
-        experts = tuple(sorted({linear.expert for linear in linears if linear.expert is not None}))
-        findings.append(
-            Finding("block-scale-nan", "error", message, tensor.file, tensor.name, linears[0].layer, experts)
-        )
+    for rule, by_name in counts.items():
+        found: dict[str, list[tuple[Linear, TensorInfo]]] = defaultdict(list)
+        for linear in checkpoint.schema.linears.values():
+            for tensor in linear.params.values():
+                if tensor.name in by_name:
+                    block = checkpoint.schema.expert_of.get(linear.module, (linear.module, 0))[0]
+                    found[block].append((linear, tensor))
+        for where, members in found.items():
+            linear, tensor = members[0]
+            count = sum(by_name[one.name] for _, one in members)
+            experts = tuple(sorted({one.expert for one, _ in members if one.expert is not None}))
+            message = f"{where}: {count:,} {TEXTS[rule]}"
+            findings.append(Finding(rule, "error", message, tensor.file, tensor.name, linear.layer, experts))
     return findings
 
 
@@ -377,8 +379,8 @@ def _manifest(prepared: Prepared, number: int, outcome: Outcome, digests: Mappin
     }
     if flushed:
         run["block_scales_flushed"] = flushed
-    if outcome.rounding:
-        run["rounding"] = dict(sorted(outcome.rounding.items()))
+    if rounding := outcome.rounding_by(number):
+        run["rounding"] = rounding
     if prepared.job.folds:
         run["folded"] = {
             path: {
@@ -428,8 +430,8 @@ def _changes(prepared: Prepared) -> dict[str, Any]:
     return {
         "input_scales_normalised": sum(changes(report) for report in resolution.input_scales),
         "pairs_unified": sum(len(report.pairs) for report in resolution.global_scales if report.unified),
-        "scales_widened_to_f32": sum(before.dtype != after.dtype for before, after in kept),
-        "scales_reshaped": sum(before.shape != after.shape for before, after in kept),
+        "scales_widened_to_f32": sum(before.dtype != after.dtype == "F32" for before, after in kept),
+        "scales_reshaped": sum(before.shape != after.shape and after.dtype == "F32" for before, after in kept),
         "recast": _recast(kept),
         "imputed": list(prepared.plan.imputed),
         "exclude_list": {

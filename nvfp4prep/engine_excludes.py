@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from nvfp4prep.dialects import FUSION_GROUPS, natural_key
-from nvfp4prep.patterns import MAX_PATTERN, Budget, compiled
+from nvfp4prep.patterns import MAX_PATTERN, Budget, compiled, compiling
 from nvfp4prep.schema import Format, Schema
 
 Engine = Literal["vllm", "sglang", "trtllm"]
@@ -106,7 +106,7 @@ def matching_cost(modules: Sequence[EngineModule], entries: Sequence[str]) -> in
     special = [entry for entry in entries if re.search(r"[^\w.-]", entry)]
     stars = sum(1 + entry.count("*") for entry in special)
     plain = len(entries) * (100 * len(names) + characters)
-    return plain + 10**6 * len(special) + stars * (500 * len(names) + 10 * characters)
+    return plain + 20 * sum(map(compiling, special)) + stars * (500 * len(names) + 10 * characters)
 
 
 def _is_glob(entry: str) -> bool:

@@ -125,7 +125,7 @@ class Facts:
 
     @cached_property
     def groups(self) -> tuple[GroupScales, ...]:
-        return group_scales(self.checkpoint.schema, self.values)
+        return group_scales(self.checkpoint.schema.nvfp4_groups, self.values)
 
     @cached_property
     def nvfp4(self) -> tuple[Linear, ...]:

@@ -35,6 +35,7 @@ from nvfp4prep.plan import (
 from nvfp4prep.scales import RescaleCounts, Resolution
 from nvfp4prep.source import Source, opened_shards, read_part
 from nvfp4prep.survey import encode_floats
+from nvfp4prep.unusable import unusable
 from nvfp4prep.widening import widened
 from nvfp4prep.writer import PartialOutput
 
@@ -85,10 +86,8 @@ class Context:
         if shared is not None and key in shared:
             return shared[key]
         data = read_part(self.descriptors[tensor.file], tensor, start, length)
-        if tensor.dtype == "F8_E4M3" and tensor.name.endswith("weight_scale"):
-            nan = data.count(b"\x7f") + data.count(b"\xff")
-            if nan:
-                self.outcome.nan[tensor.name, start] = nan
+        for rule, count in unusable(tensor, data).items():
+            self.outcome.unusable[rule, tensor.name, start] = count
         if shared is not None:
             shared[key] = data
         return data
@@ -97,7 +96,10 @@ class Context:
         """Write and hash a whole output tensor, or slice `piece` of a stacked one."""
         target = self.plan.outputs[key]
         self.output.write(target.file, target.start + piece * len(data), data)
-        self.outcome.digests[key, piece] = xxhash.xxh3_128_digest(data)
+        step = len(data) if key in self.plan.stacked else PIECE_BYTES
+        view = memoryview(data).cast("B")
+        for number, at in enumerate(range(0, len(data), step or 1)):
+            self.outcome.digests[key, piece + number] = xxhash.xxh3_128_digest(view[at : at + step])
         self.wrote(len(data))
 
     def wrote(self, count: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,7 @@ class Finding:
         """Where it is, for a person: layer 3, experts 0-2, tensor, file."""
         place = [f"layer {self.layer}"] if self.layer is not None else []
         if self.experts:
-            place.append(f"expert{'s' if len(self.experts) > 1 else ''} {ranges(self.experts)}")
+            place.append(named("expert", self.experts))
         return printable(", ".join([*place, *(part for part in (self.tensor, self.file) if part)]))
 
     @property
@@ -89,6 +89,16 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def named(noun: str, ids: Collection[int]) -> str:
+    """layer 3; layers 0-2, 5."""
+    return f"{noun}{'s' if len(set(ids)) > 1 else ''} {ranges(ids)}"
+
+
+def counted(count: int, noun: str) -> str:
+    """1 tensor, 2 tensors."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def errors(findings: Iterable[Finding]) -> list[Finding]:

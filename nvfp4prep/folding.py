@@ -8,12 +8,14 @@ that norm (router, shared experts) has its columns divided by the factor that th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nvfp4prep.checkpoint import Checkpoint
+from nvfp4prep.errors import InputRefused
 from nvfp4prep.findings import Finding
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.model_config import sections
@@ -60,6 +62,26 @@ def read_floats(checkpoint: Checkpoint, tensor: TensorInfo) -> Tensor:
     """A small float tensor as F32. Raises EnvironmentFault."""
     values = widened(tensor.dtype, read_tensor(checkpoint.source, tensor))
     return torch.from_numpy(values.copy()).view(tensor.shape)
+
+
+def fold_all(checkpoint: Checkpoint) -> dict[str, Fold]:
+    """How pre_quant_scale of each MoE layer is folded away.
+
+    Raises:
+        InputRefused: it can't be.
+        EnvironmentFault: I/O.
+    """
+    from nvfp4prep import targets
+    from nvfp4prep.layouts.logical import LayoutError
+
+    gated = all(moe.gated for moe in checkpoint.schema.moe_layers)
+    activation: str | None = None
+    with suppress(LayoutError):
+        activation = targets.activation_of(checkpoint.config, gated).kind
+    folds, refused = fold_layers(checkpoint, activation)
+    if refused:
+        raise InputRefused(refused)
+    return folds
 
 
 def fold_layers(checkpoint: Checkpoint, activation: str | None) -> tuple[dict[str, Fold], list[Finding]]:

@@ -22,14 +22,14 @@ class Outcome:
     """What the workers report, of one item or of all.
 
     `digests` by (output key, piece number); `rescaled` by (job, block-scale tensor or MoE path); `flushed` counts block
-    scales that a layout could not keep, by (job, MoE path); `nan` counts NaN block scales of the source, by (tensor,
-    byte from which on they were read); `rounding` is the largest relative error of values written in fewer bits;
-    `written` are bytes.
+    scales that a layout could not keep, by (job, MoE path); `unusable` counts such values of the source, by (rule,
+    tensor, byte from which on they were read); `rounding` is the largest relative error of values written in fewer
+    bits, by (job, what they are); `written` are bytes.
     """
 
     digests: dict[tuple[str, int], bytes] = field(default_factory=dict)
-    nan: dict[tuple[str, int], int] = field(default_factory=dict)
-    rounding: dict[str, float] = field(default_factory=dict)
+    unusable: dict[tuple[str, str, int], int] = field(default_factory=dict)
+    rounding: dict[tuple[int, str], float] = field(default_factory=dict)
     rescaled: dict[tuple[int, str], RescaleCounts] = field(default_factory=dict)
     flushed: dict[tuple[int, str], int] = field(default_factory=dict)
     written: int = 0
@@ -37,9 +37,9 @@ class Outcome:
     def add(self, other: Outcome) -> None:
         """Take in what another item reported."""
         self.digests |= other.digests
-        self.nan |= other.nan
-        for kind, error in other.rounding.items():
-            self.rounding[kind] = max(self.rounding.get(kind, 0.0), error)
+        self.unusable |= other.unusable
+        for of, error in other.rounding.items():
+            self.rounding[of] = max(self.rounding.get(of, 0.0), error)
         for key, counts in other.rescaled.items():
             self.rescaled[key] = self.rescaled.get(key, RescaleCounts()) + counts
         for key, count in other.flushed.items():
@@ -50,11 +50,16 @@ class Outcome:
         """What rescaling did for one job."""
         return {name: counts for (number, name), counts in self.rescaled.items() if number == job}
 
-    def nan_by_tensor(self) -> dict[str, int]:
-        """NaN block scales by tensor."""
-        counts: dict[str, int] = {}
-        for (name, _), count in self.nan.items():
-            counts[name] = counts.get(name, 0) + count
+    def rounding_by(self, job: int) -> dict[str, float]:
+        """The largest relative error of one job's rounded values, by what they are."""
+        return {kind: error for (number, kind), error in sorted(self.rounding.items()) if number == job}
+
+    def unusable_by_tensor(self) -> dict[str, dict[str, int]]:
+        """Unusable values by rule, then by tensor."""
+        counts: dict[str, dict[str, int]] = {}
+        for (rule, name, _), count in self.unusable.items():
+            of_rule = counts.setdefault(rule, {})
+            of_rule[name] = of_rule.get(name, 0) + count
         return counts
 
     def flushed_by(self, job: int) -> dict[str, int]:
@@ -96,10 +101,10 @@ def line(number: int, outcome: Outcome, positions: Mapping[str, int]) -> bytes:
         "bytes": outcome.written,
         "digests": [[positions[key], piece, digest.hex()] for (key, piece), digest in outcome.digests.items()],
     }
-    if outcome.nan:
-        entry["nan"] = [[name, start, count] for (name, start), count in outcome.nan.items()]
+    if outcome.unusable:
+        entry["unusable"] = [[*key, count] for key, count in outcome.unusable.items()]
     if outcome.rounding:
-        entry["rounding"] = outcome.rounding
+        entry["rounding"] = [[job, kind, error] for (job, kind), error in outcome.rounding.items()]
     if outcome.rescaled:
         entry["rescaled"] = [[job, name, asdict(counts)] for (job, name), counts in outcome.rescaled.items()]
     if outcome.flushed:
@@ -125,8 +130,8 @@ def finished(lines: Sequence[bytes], plan: Plan) -> dict[int, Outcome]:
 def _parse(entry: Mapping[str, Any], keys: Sequence[str]) -> tuple[int, Outcome]:
     return int(entry["item"]), Outcome(
         {(keys[key], piece): bytes.fromhex(digest) for key, piece, digest in entry["digests"]},
-        {(name, start): count for name, start, count in entry.get("nan", ())},
-        dict(entry.get("rounding", {})),
+        {(rule, name, start): count for rule, name, start, count in entry.get("unusable", ())},
+        {(job, kind): error for job, kind, error in entry.get("rounding", ())},
         {(job, name): RescaleCounts(**counts) for job, name, counts in entry.get("rescaled", ())},
         {(job, path): count for job, path, count in entry.get("flushed", ())},
         int(entry["bytes"]),

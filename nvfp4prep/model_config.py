@@ -15,11 +15,14 @@ def sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def number_in(config: Mapping[str, Any], *keys: str) -> int | None:
-    """The first whole number under one of `keys`, the text config's before the whole's; None without any."""
+    """The first size or count under one of `keys`, the text config's before the whole's; None without any.
+
+    What is no positive whole number is passed over.
+    """
     for key in keys:
         for section in sections(config):
             value = section.get(key)
-            if isinstance(value, int) and not isinstance(value, bool):
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return None
 

@@ -100,7 +100,7 @@ def ask(checkpoint: Checkpoint, options: Options) -> Ask:
 def _sharing(schema: Schema) -> Iterator[tuple[Linear, ...]]:
     """NVFP4 linears by what their input scales are resolved with: a MoE layer, a fusion group, itself."""
     layers = [(*moe.w13, *moe.w2) for moe in schema.nvfp4_layers]
-    groups = [group.members for group in schema.fusion_groups]
+    groups = [group.members for group in schema.nvfp4_groups]
     yield from layers
     yield from groups
     taken = {linear.module for linears in (*layers, *groups) for linear in linears}

@@ -12,8 +12,6 @@ MAX_PATTERN = 1000
 """Characters of an entry of an exclude list; none that names a module or several is nearly as long."""
 MAX_STEPS = 10**9
 """Steps of matching that all patterns of a list may take together."""
-GLOB_STEPS = 10**5
-"""What making a pattern of a glob is counted for."""
 
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}|\(\?(?:P<\w+>|<?[=!]|[aiLmsu]*[:)])|.", re.DOTALL)
 _SURE = re.compile(r"(?:\\d|\[0-9\])[*+](?=\\\.|\Z)|(?<!\\)\.\*\Z")  # can end in one place only
@@ -62,6 +60,11 @@ def compiled(text: str) -> Pattern | None:
             return Pattern(re.compile(text), repeats, 2**choices)
     except (re.error, OverflowError, RecursionError, MemoryError, ValueError):
         return None
+
+
+def compiling(text: str) -> int:
+    """Steps that compiling an expression or a glob is counted for."""
+    return 10_000 + 500 * len(text)
 
 
 class Budget:

@@ -103,7 +103,8 @@ class Compress:
 
     linear: Linear
     keys: tuple[str, str]
-    rows: TensorInfo | None = None
+    rows: TensorInfo | None
+    job: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +276,7 @@ def copies(tensor: TensorInfo, label: str, folder: str) -> list[tuple[str, Step]
 
 def _rescalable(schema: Schema, policy: ScalePolicy) -> frozenset[str]:
     """Modules whose block scales may change: members of a pair or group with several global scales."""
-    members: list[Linear] = [member for group in schema.fusion_groups for member in group.members]
+    members: list[Linear] = [member for group in schema.nvfp4_groups for member in group.members]
     if policy.w13_scale == "unify":
         for moe in schema.moe_layers:
             if moe.gate_up is None and moe.gated:

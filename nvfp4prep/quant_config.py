@@ -18,8 +18,8 @@ from typing import Any
 from nvfp4prep.dialects import natural_key
 from nvfp4prep.engine_excludes import MAX_COST, SomeShards, engine_modules, matcher, matching_cost
 from nvfp4prep.errors import InputRefused
-from nvfp4prep.findings import Finding
-from nvfp4prep.patterns import GLOB_STEPS, MAX_PATTERN, MAX_STEPS, Budget, compiled
+from nvfp4prep.findings import Finding, counted
+from nvfp4prep.patterns import MAX_PATTERN, MAX_STEPS, Budget, compiled, compiling
 from nvfp4prep.schema import GROUP_SIZE, Format, Linear, Schema
 
 CONFIG = "config.json"
@@ -218,14 +218,9 @@ def _differences(flat: QuantConfig, deep: QuantConfig) -> list[Finding]:
             findings.append(Finding("configs-disagree", "warning", f"{label}: {shown}", CONFIG))
     only = set(flat.exclude) ^ set(deep.exclude)
     if only and not (flat.algo == MIXED and not deep.exclude):
-        findings.append(
-            Finding(
-                "configs-disagree",
-                "warning",
-                f"exclude lists differ in {len(only)} entries, {_shown(min(only))} among them",
-                CONFIG,
-            )
-        )
+        more = f" and {len(only) - 1} more" if len(only) > 1 else ""
+        message = f"exclude lists differ: only one of them has {_shown(min(only))}{more}"
+        findings.append(Finding("configs-disagree", "warning", message, CONFIG))
     return findings
 
 
@@ -295,7 +290,7 @@ def check_config(schema: Schema, config: QuantConfig) -> list[Finding]:
             Finding(
                 "algo-contradicts-weights",
                 "error",
-                f"quant_algo is {config.algo} but {len(stored[Format.NVFP4])} linears are stored as NVFP4; "
+                f"quant_algo is {config.algo}, but {_linears(stored[Format.NVFP4])} stored as NVFP4; "
                 "correct quant_algo",
                 CONFIG,
             )
@@ -306,7 +301,7 @@ def check_config(schema: Schema, config: QuantConfig) -> list[Finding]:
             Finding(
                 "algo-contradicts-weights",
                 "error",
-                f"quant_algo is {config.algo} but {len(stored[Format.FP8])} linears are stored as FP8; "
+                f"quant_algo is {config.algo}, but {_linears(stored[Format.FP8])} stored as FP8; "
                 "MIXED_PRECISION with quantized_layers is needed",
                 weight.file,
                 weight.name,
@@ -328,7 +323,7 @@ def check_config(schema: Schema, config: QuantConfig) -> list[Finding]:
             Finding(
                 "no-input-scales",
                 "warning",
-                f"quant_algo is {config.algo} but no input_scale is stored: written as {W4A16}, for weight-only "
+                f"quant_algo is {config.algo}, but no input_scale is stored: written as {W4A16}, for weight-only "
                 "kernels",
                 CONFIG,
             )
@@ -359,21 +354,29 @@ def _check_int4(linears: Sequence[Linear], config: QuantConfig) -> list[Finding]
     """int4 linears against the algorithm and the group size."""
     findings = []
     if config.algo not in (*INT4_ALGOS, MIXED):
-        message = f"quant_algo is {config.algo} but {len(linears)} linears are stored as int4; correct quant_algo"
+        message = f"quant_algo is {config.algo}, but {_linears(linears)} stored as int4; correct quant_algo"
         findings.append(Finding("algo-contradicts-weights", "error", message, CONFIG))
     if config.algo == INT4_W4A8 and not any("input_scale" in linear.params for linear in linears):
-        message = f"quant_algo is {config.algo} but no input_scale is stored: written as {INT4_W4A16}"
+        message = f"quant_algo is {config.algo}, but no input_scale is stored: written as {INT4_W4A16}"
         findings.append(Finding("no-input-scales", "warning", message, CONFIG))
-    expected = config.group_size or linears[0].group_size
+    expected = (config.group_size if config.algo in INT4_ALGOS else None) or linears[0].group_size
     odd = [linear for linear in linears if linear.group_size != expected]
     if odd:
         scale = odd[0].params["weight_scale"]
         message = (
             f"{list(scale.shape)} group scales for {odd[0].columns} columns are groups of {odd[0].group_size}, not "
-            f"{expected} ({len(odd)} linears): partial groups and several group sizes can't be converted"
+            f"{expected} ({counted(len(odd), 'linear')}): "
         )
+        if len(odd) == len(linears) and len({linear.group_size for linear in linears}) == 1:
+            message += f"all are alike, so correct group_size to {odd[0].group_size} in the configuration"
+        else:
+            message += "partial groups and several group sizes can't be converted"
         findings.append(Finding("group-size", "error", message, scale.file, scale.name, odd[0].layer))
     return findings
+
+
+def _linears(linears: Sequence[Linear]) -> str:
+    return f"{counted(len(linears), 'linear')} {'is' if len(linears) == 1 else 'are'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,15 +441,39 @@ def rewrite_exclude(schema: Schema, exclude: Sequence[str], tied: bool) -> Exclu
     if nameless:
         message = "this tensor's module has no name, and an empty entry would exclude every module: not listed"
         findings.append(Finding("exclude-nameless", "warning", message, tensor="weight"))
-    for entries, rule, text in (
+    for entries, rule, (one, many) in (
         (
             untried,
             "exclude-pattern",
-            "entries of the exclude list are no pattern that can be matched; convert drops them",
+            (
+                "entry of the exclude list is no pattern that can be matched; convert drops it",
+                "entries of the exclude list are no patterns that can be matched; convert drops them",
+            ),
         ),
-        (list(corrupted), "exclude-corrupted", "corrupted entries of the exclude list; convert drops them"),
-        (unmatched, "exclude-unmatched", "entries of the exclude list match no stored module; convert drops them"),
-        (added, "exclude-added", "modules stored unquantised that the exclude list does not name; convert lists them"),
+        (
+            list(corrupted),
+            "exclude-corrupted",
+            (
+                "corrupted entry of the exclude list; convert drops it",
+                "corrupted entries of the exclude list; convert drops them",
+            ),
+        ),
+        (
+            unmatched,
+            "exclude-unmatched",
+            (
+                "entry of the exclude list matches no stored module; convert drops it",
+                "entries of the exclude list match no stored module; convert drops them",
+            ),
+        ),
+        (
+            added,
+            "exclude-added",
+            (
+                "module stored unquantised that the exclude list does not name; convert lists it",
+                "modules stored unquantised that the exclude list does not name; convert lists them",
+            ),
+        ),
     ):
         if entries:
             more = f" and {len(entries) - 3} more" if len(entries) > 3 else ""
@@ -455,7 +482,7 @@ def rewrite_exclude(schema: Schema, exclude: Sequence[str], tied: bool) -> Exclu
                 Finding(
                     rule,
                     "warning" if rule != "exclude-unmatched" else "info",
-                    f"{len(entries)} {text}: {shown}{more}",
+                    f"{len(entries)} {one if len(entries) == 1 else many}: {shown}{more}",
                     CONFIG,
                 )
             )
@@ -464,7 +491,7 @@ def rewrite_exclude(schema: Schema, exclude: Sequence[str], tied: bool) -> Exclu
             Finding(
                 "exclude-contradicted",
                 "warning",
-                f"{_shown(entry)} excludes {count} modules stored quantised ({first}); convert drops it",
+                f"{_shown(entry)} excludes {counted(count, 'module')} stored quantised ({first}); convert drops it",
                 CONFIG,
             )
         )
@@ -496,7 +523,7 @@ def _matcher(modules: Iterable[str], untried: list[str]) -> Callable[[str], list
     ordered = sorted(set(modules))
     longest = max(map(len, ordered), default=0)
     average = sum(map(len, ordered)) // max(len(ordered), 1)
-    budget, plain_budget = Budget(), Budget(5 * MAX_STEPS)
+    budget, plain_budget = Budget(), Budget(2 * MAX_STEPS)
 
     def starting_with(prefix: str) -> list[str]:
         begin = bisect_left(ordered, prefix)
@@ -505,7 +532,7 @@ def _matcher(modules: Iterable[str], untried: list[str]) -> Callable[[str], list
 
     def match(entry: str) -> list[str]:
         if entry.startswith("re:"):
-            pattern = compiled(entry[3:]) if budget.take(GLOB_STEPS) else None
+            pattern = compiled(entry[3:]) if budget.take(compiling(entry)) else None
             if pattern is None or not budget.allows(pattern, len(ordered), longest):
                 untried.append(entry)
                 return []
@@ -517,7 +544,7 @@ def _matcher(modules: Iterable[str], untried: list[str]) -> Callable[[str], list
                 untried.append(entry)
                 return []
             return [module for module in candidates if module == entry or module.startswith(entry + ".")]
-        steps = GLOB_STEPS + len(candidates) * (_NAME_STEPS + average) * (1 + entry.count("*"))
+        steps = compiling(entry) + len(candidates) * (_NAME_STEPS + average) * (1 + entry.count("*"))
         if len(entry) > MAX_PATTERN or not plain_budget.take(steps):
             untried.append(entry)
             return []

@@ -28,7 +28,7 @@ def detail(rule: Rule) -> RenderableType:
     """All that the catalogue says of a rule."""
     parts: list[RenderableType] = [
         plain(f"{rule.id} {rule.name}", style="bold"),
-        Text.assemble("severity ", _severity(rule), f", found at level {_levels(rule)}"),
+        Text.assemble("severity ", _severity(rule, " or "), f", found at level {_levels(rule)}"),
     ]
     for title, text in (("What", rule.summary), ("Why", rule.why), ("Fix", rule.fix), ("Example", rule.example)):
         parts += [Text(), plain(title, style="bold"), plain(text)]
@@ -40,8 +40,10 @@ def to_json(rule: Rule) -> dict[str, Any]:
     return asdict(rule)
 
 
-def _severity(rule: Rule) -> Text:
-    return plain(rule.severity, style=STYLE[rule.severity])
+def _severity(rule: Rule, between: str = "/") -> Text:
+    """The worst that its findings have, and the mildest."""
+    worst = plain(rule.severity, style=STYLE[rule.severity])
+    return worst if rule.mildest is None else worst + plain(between) + plain(rule.mildest, style=STYLE[rule.mildest])
 
 
 def _levels(rule: Rule) -> str:

@@ -246,7 +246,11 @@ def resolve(
         _resolve_moe(draft, moe, weight_only)
         grouped.update(linear.module for linear in (*moe.w13, *moe.w2))
     for group in schema.fusion_groups:
-        _resolve_group(draft, group, weight_only)
+        if group.format is Format.NVFP4:
+            _resolve_group(draft, group, weight_only)
+        else:
+            _resolve_input(draft, group.members, weight_only, group.label, "input", group.members[0].layer)
+            _keep_global(draft, group.members)
         grouped.update(member.module for member in group.members)
     for moe in schema.layers_of(Format.INT4):
         _resolve_input(draft, moe.w13, weight_only, moe.path, "w13", moe.layer)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nvfp4prep.scales import fault
-from nvfp4prep.schema import SCALAR_PARAMS, FusionGroup, Linear, MoeLayer, Schema
+from nvfp4prep.schema import SCALAR_PARAMS, FusionGroup, Linear, MoeLayer
 
 ScaleValues = Mapping[str, tuple[float, ...]]
 
@@ -164,10 +164,10 @@ def layer_scales(layers: Iterable[MoeLayer], values: ScaleValues) -> tuple[Layer
     return tuple(_layer(moe, values) for moe in layers)
 
 
-def group_scales(schema: Schema, values: ScaleValues) -> tuple[GroupScales, ...]:
-    """Statistics of each fusion group."""
+def group_scales(groups: Iterable[FusionGroup], values: ScaleValues) -> tuple[GroupScales, ...]:
+    """Statistics of fusion groups."""
     found = []
-    for group in schema.fusion_groups:
+    for group in groups:
         names = [member.module.rpartition(".")[2] for member in group.members]
         inputs = entries(group.members, "input_scale", values, names)
         globals_ = entries(group.members, "weight_scale_2", values, names)

@@ -23,7 +23,7 @@ from nvfp4prep.dialects import (
     odd_expert_id,
     role_of,
 )
-from nvfp4prep.findings import Finding
+from nvfp4prep.findings import Finding, counted
 from nvfp4prep.header import TensorInfo, short
 from nvfp4prep.model_config import expert_count
 
@@ -144,9 +144,13 @@ class MoeLayer:
 
 @dataclass(frozen=True, slots=True)
 class FusionGroup:
-    """Linears outside the experts that engines fuse, all NVFP4."""
+    """Linears outside the experts that engines fuse, all of one 4-bit format."""
 
     members: tuple[Linear, ...]
+
+    @property
+    def format(self) -> Format:
+        return self.members[0].format
 
     @property
     def label(self) -> str:
@@ -166,6 +170,11 @@ class Schema:
 
     def of_format(self, wanted: Format) -> Iterator[Linear]:
         return (linear for linear in self.linears.values() if linear.format is wanted)
+
+    @property
+    def nvfp4_groups(self) -> tuple[FusionGroup, ...]:
+        """The fusion groups whose members need one weight_scale_2."""
+        return tuple(group for group in self.fusion_groups if group.format is Format.NVFP4)
 
     def layers_of(self, *formats: Format) -> tuple[MoeLayer, ...]:
         """MoE layers whose experts have one of some formats."""
@@ -330,6 +339,9 @@ def _int4_sizes(params: Mapping[str, TensorInfo], find: Any) -> tuple[int, int] 
         find("weight-shape", f"{list(weight.shape)} where int4 has [N/2, K]", weight)
         return None
     rows, columns = weight.shape[0] * 2, weight.shape[1]
+    if scale.shape == (weight.shape[0], weight.shape[1] * 2 // GROUP_SIZE):
+        find("block-scale-dtype", f"{scale.dtype} block scales where NVFP4 has F8_E4M3; export again", scale)
+        return None
     if len(scale.shape) != 2 or scale.shape[0] != rows or not scale.shape[1] or columns % scale.shape[1]:
         find(
             "block-scale-shape",
@@ -337,6 +349,9 @@ def _int4_sizes(params: Mapping[str, TensorInfo], find: Any) -> tuple[int, int] 
             f"{list(weight.shape)} (two rows to a byte); only whole groups can be converted",
             scale,
         )
+        return None
+    if "input_scale" in params and "weight_scale_2" not in params:
+        find("global-scale-missing", "an input_scale (W4A8) but no weight_scale_2; export it again", weight)
         return None
     return (rows, columns) if _scalars_fit(params, scale_shapes(None, None), find) else None
 
@@ -387,7 +402,8 @@ def _odd_ids(tensors: Iterable[TensorInfo], findings: list[Finding]) -> None:
     for path, named in odd.items():
         tensor, label = named[0]
         message = (
-            f"{label!a} is no expert id ({len(named)} such names); ids are 0, 1, 2 and so on, without leading zeros"
+            f"{label!a} is no expert id ({counted(len(named), 'such name')}); ids are 0, 1, 2 and so on, without "
+            "leading zeros"
         )
         findings.append(Finding("expert-id", "error", message, tensor.file, tensor.name, layer_number(path)))
 
@@ -519,8 +535,8 @@ def _per_expert_layer(
             listed += " and more"
         error(
             "expert-missing",
-            f"{len(table)} experts are stored, {expected} expected"
-            + (f"; missing: {listed}" if absent else "; config.json names fewer"),
+            f"{counted(len(table), 'expert')} stored, {expected} expected"
+            + (f"; missing: {listed}" if absent else "; correct config.json, which names fewer"),
             tuple(islice(chain.from_iterable(absent), _MAX_LISTED)),
         )
     gated = any("gate" in projections for projections in table.values())
@@ -613,7 +629,7 @@ def _fused_layer(
                 Finding(
                     "expert-missing",
                     "error",
-                    f"{path}: {gate_up.experts} experts are stored, {expected} expected",
+                    f"{path}: {counted(gate_up.experts or 0, 'expert')} stored, {expected} expected",
                     layer=layer,
                 )
             )
@@ -640,11 +656,12 @@ def _fusion_groups(
     for parent in sorted(parents, key=natural_key):
         for names in FUSION_GROUPS:
             members = tuple(parents[parent][name] for name in names if name in parents[parent])
-            if len(members) < 2 or not any(member.format is Format.NVFP4 for member in members):
+            formats_ = {member.format for member in members}
+            if len(members) < 2 or not formats_ & {Format.NVFP4, Format.INT4}:
                 continue
-            if all(member.format is Format.NVFP4 for member in members):
+            if formats_ in ({Format.NVFP4}, {Format.INT4}):
                 groups.append(FusionGroup(members))
-            else:
+            elif len(formats_) > 1:
                 formats = ", ".join(f"{m.module.rpartition('.')[2]} {m.format.value}" for m in members)
                 weight = members[0].params["weight"]
                 findings.append(

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, NoReturn
 
 from nvfp4prep.errors import EnvironmentFault, InputRefused
-from nvfp4prep.findings import Finding
+from nvfp4prep.findings import Finding, counted
 from nvfp4prep.header import HeaderError, Tally, TensorInfo, check_metadata_size, header_length, parse_header
 from nvfp4prep.ranges import LocalReader, Reader, read_range
 
@@ -608,7 +608,10 @@ def _missing_shards(index: Mapping[str, str], names: Iterable[str]) -> list[Find
     counts = Counter(index.values())
     return [
         Finding(
-            "shard-missing", "error", f"named by {INDEX} ({counts[name]} tensors) but not there; fetch it", file=name
+            "shard-missing",
+            "error",
+            f"named by {INDEX} ({counted(counts[name], 'tensor')}) but not there; fetch it",
+            file=name,
         )
         for name in sorted(counts.keys() - set(names))
     ]
@@ -634,7 +637,7 @@ def _compare_index(index: Mapping[str, str], tensors: Mapping[str, TensorInfo]) 
                 Finding(
                     "indexed-tensor-missing",
                     "error",
-                    "in the index but not in the shard; fetch the shard again",
+                    f"{INDEX} names it, but the shard does not have it; fetch both again",
                     file=index[name],
                     tensor=name,
                 )
@@ -645,11 +648,12 @@ def _compare_index(index: Mapping[str, str], tensors: Mapping[str, TensorInfo]) 
     for name, shard in index.items():
         if tensors[name].file != shard:
             findings.append(
-                Finding("index-wrong-shard", "warning", f"the index says {shard}", file=tensors[name].file, tensor=name)
+                Finding("index-wrong-shard", "warning", f"{INDEX} says {shard}", file=tensors[name].file, tensor=name)
             )
     unindexed = [tensor for name, tensor in tensors.items() if name not in index]
     for file in sorted({tensor.file for tensor in unindexed}):
         names = [tensor.name for tensor in unindexed if tensor.file == file]
+        many = len(names) > 1
         if PurePosixPath(file).name.startswith("consolidated"):
             refuse(
                 "second-copy", "holds tensors under names that the index does not know; move this file away", file=file
@@ -658,7 +662,8 @@ def _compare_index(index: Mapping[str, str], tensors: Mapping[str, TensorInfo]) 
             Finding(
                 "unindexed-tensors",
                 "warning",
-                f"{len(names)} tensors are not in the index; convert keeps and indexes them",
+                f"{counted(len(names), 'tensor')} {'are' if many else 'is'} not in {INDEX}; convert keeps and indexes "
+                f"{'them' if many else 'it'}",
                 file=file,
                 tensor=names[0],
             )

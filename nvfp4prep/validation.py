@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,20 +11,30 @@ from typing import Any
 from nvfp4prep import checks
 from nvfp4prep import manifest as manifests
 from nvfp4prep.checkpoint import Checkpoint, peek_checkpoint, read_checkpoint
+from nvfp4prep.checks import files
 from nvfp4prep.errors import CheckFailed, InputRefused, UsageFault
 from nvfp4prep.findings import Finding, errors
 from nvfp4prep.options import COMPRESSED, Ask, Options, ask
 from nvfp4prep.rules import LEVELS, RULES, SEVERITIES, Level, Rule, Severity
 from nvfp4prep.scales import Resolution, resolve
-from nvfp4prep.source import open_source, read_json
+from nvfp4prep.source import Source, open_source, read_json, verify_unchanged
 
 _NO_CHECKPOINT = frozenset({"no-such-checkpoint", "not-a-directory", "no-weights"})
 """Rules whose findings mean that there is nothing to validate."""
 _ONLY_OF_CONVERT = frozenset(
-    {"already-packed", "name-taken", "header-too-large", "input-scale-imputed", "input-scales-kept", "gate-up-split"}
+    {
+        "already-packed",
+        "name-taken",
+        "header-too-large",
+        "input-scale-imputed",
+        "input-scales-kept",
+        "gate-up-split",
+        "activation-scales-dropped",
+    }
 )
 _OF_TARGETS = frozenset({"target-refused", "block-scale-bad", "kernel-scale-bad"})
 _OF_SMOKE = "NVP9"
+_MOST_BASELINE_BYTES = 64_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +43,8 @@ class Report:
 
     `source` is as it was asked for; `targets` are those it was judged for; `findings` are those of the rules selected,
     worst first; `known` are the ones that the baseline has already, which don't count; `judged` are the rules that were
-    looked at, whether they found something or not. `stopped` says why later rules could not be judged, if so.
+    looked at, whether they found something or not. `stopped` says why the checkpoint could not be judged, if so: then
+    `findings` say why, all of them, and `judged` is empty.
     """
 
     source: str
@@ -49,7 +60,9 @@ class Report:
         return sum(finding.severity == severity for finding in self.findings)
 
     def fails(self, fail_on: Severity) -> bool:
-        """Whether a finding is at least as bad as `fail_on`."""
+        """Whether a finding is at least as bad as `fail_on`, or the checkpoint could not be judged."""
+        if self.stopped is not None:
+            return True
         limit = SEVERITIES.index(fail_on)
         return any(SEVERITIES.index(finding.severity) <= limit for finding in self.findings)
 
@@ -57,7 +70,7 @@ class Report:
 def validate(
     spec: str,
     level: Level,
-    targets: Sequence[Options] = (),
+    targets: Sequence[Options] = (Options(),),
     workers: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
@@ -66,7 +79,7 @@ def validate(
     Args:
         spec: a directory or Hub repo, whose shards are downloaded at level full only.
         level: what is read.
-        targets: what it shall be converted to; without any it is judged as `hf`.
+        targets: what it shall be converted to.
         workers: threads, for level full.
         progress: called with bytes just read and bytes to read in all, from any worker, at level full.
 
@@ -76,15 +89,16 @@ def validate(
     """
     judged, labels = _judged(level, targets)
     root = Path(spec).expanduser()
-    if root.is_dir() and _is_packed(root):
-        findings, stopped = _packed_findings(root, level, workers)
-        return Report(spec, None, level, labels, _sorted(findings), (), judged, stopped)
+    if root.is_dir() and (own := _own_method(root)) is not None:
+        look = _packed_findings if own == "nvfp4prep" else _compressed_findings
+        findings, stopped = look(root, level, workers)
+        return Report(spec, None, level, labels, _sorted(findings), (), () if stopped else judged, stopped)
     try:
         checkpoint = read_checkpoint(spec) if level == "full" else peek_checkpoint(spec)
     except InputRefused as refused:
         if any(finding.rule in _NO_CHECKPOINT for finding in refused.findings):
             raise
-        return Report(spec, None, level, labels, _sorted(refused.findings), (), judged, str(refused.findings[0]))
+        return Report(spec, None, level, labels, _sorted(refused.findings), (), (), str(refused.findings[0]))
     return validated(spec, checkpoint, level, targets, workers, progress)
 
 
@@ -92,7 +106,7 @@ def validated(
     spec: str,
     checkpoint: Checkpoint,
     level: Level,
-    targets: Sequence[Options] = (),
+    targets: Sequence[Options] = (Options(),),
     workers: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
@@ -105,7 +119,7 @@ def validated(
 def judge(
     checkpoint: Checkpoint,
     level: Level,
-    targets: Sequence[Options] = (),
+    targets: Sequence[Options] = (Options(),),
     workers: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Finding]:
@@ -118,9 +132,10 @@ def judge(
 
         total = blocks.scanned_bytes(checkpoint)
         findings += blocks.scan(checkpoint, workers, lambda count: progress(count, total))
-        findings += _changed_bytes(checkpoint, workers)
+        findings += _changed_bytes(checkpoint.source, checkpoint.manifest, workers)
+        verify_unchanged(checkpoint.source)
     if checkpoint.quant is not None:
-        findings += _of_targets(checkpoint, level, targets or (Options(),), workers)
+        findings += _of_targets(checkpoint, level, targets, workers)
     return findings
 
 
@@ -132,7 +147,8 @@ def _judged(level: Level, targets: Sequence[Options]) -> tuple[tuple[Rule, ...],
 
 def _reaches(rule: Rule, level: Level, targets: Sequence[Options]) -> bool:
     """Whether `validate` judges a rule."""
-    if rule.name in _ONLY_OF_CONVERT or rule.id.startswith(_OF_SMOKE) or (rule.name in _OF_TARGETS and not targets):
+    packed = any(options.target != "hf" for options in targets)
+    if rule.name in _ONLY_OF_CONVERT or rule.id.startswith(_OF_SMOKE) or (rule.name in _OF_TARGETS and not packed):
         return False
     return LEVELS.index(rule.level) <= LEVELS.index(level)
 
@@ -173,6 +189,13 @@ def _of_target(checkpoint: Checkpoint, level: Level, options: Options, workers: 
         return list(refused.findings)
     if level == "headers":
         return []
+    try:
+        if options.target != "hf":
+            from nvfp4prep.folding import fold_all
+
+            fold_all(checkpoint)
+    except InputRefused as refused:
+        return list(refused.findings)
     resolution = resolve(checkpoint.schema, checkpoint.scale_values, asked.weight_only, asked.policy)
     findings = list(resolution.findings)
     if level == "full" and not errors(findings):
@@ -200,12 +223,28 @@ def _of_kernel(checkpoint: Checkpoint, asked: Ask, resolution: Resolution, worke
 # --- outputs of convert ----------------------------------------------------------------------------------------------
 
 
-def _is_packed(root: Path) -> bool:
+def _own_method(root: Path) -> str | None:
+    """The quant_method of our own outputs in another form than ModelOpt's: nvfp4prep, compressed-tensors; else None."""
     try:
         section = (read_json(root, "config.json") or {}).get("quantization_config")
+        manifest = manifests.read_manifest(root)[0]
     except InputRefused:
-        return False  # told by the reader of checkpoints
-    return isinstance(section, dict) and section.get("quant_method") == "nvfp4prep"
+        return None  # told by the reader of checkpoints
+    method = section.get("quant_method") if isinstance(section, dict) else None
+    if method == "nvfp4prep" or (method == COMPRESSED and manifest is not None):
+        return str(method)
+    return None
+
+
+def _compressed_findings(root: Path, level: Level, workers: int) -> tuple[list[Finding], str | None]:
+    """Findings about an output in the form of compressed-tensors: its files, against index and manifest."""
+    try:
+        source = open_source(str(root))
+    except InputRefused as refused:
+        return list(refused.findings), str(refused.findings[0])
+    manifest, findings = manifests.read_manifest(root)
+    findings += [*source.findings, *files.changed_shards(source, manifest)]
+    return findings + (_changed_bytes(source, manifest, workers) if level == "full" else []), None
 
 
 def _packed_findings(root: Path, level: Level, workers: int) -> tuple[list[Finding], str | None]:
@@ -219,9 +258,9 @@ def _packed_findings(root: Path, level: Level, workers: int) -> tuple[list[Findi
     return [_digest_differs(file) for file in unpack.changed_files(packed, workers)] if level == "full" else [], None
 
 
-def _changed_bytes(checkpoint: Checkpoint, workers: int) -> list[Finding]:
-    """NVP808 for an `hf` output with its manifest."""
-    outputs = (checkpoint.manifest or {}).get("outputs")
+def _changed_bytes(source: Source, manifest: Mapping[str, Any] | None, workers: int) -> list[Finding]:
+    """NVP808 for an output with its manifest."""
+    outputs = (manifest or {}).get("outputs")
     if not isinstance(outputs, dict):
         return []
     from nvfp4prep.digests import differing_files
@@ -230,9 +269,9 @@ def _changed_bytes(checkpoint: Checkpoint, workers: int) -> list[Finding]:
     digests = {
         file: entry["digest"]
         for file, entry in listed.items()
-        if isinstance(entry.get("digest"), str) and entry.get("bytes") == checkpoint.source.shards.get(file)
+        if isinstance(entry.get("digest"), str) and entry.get("bytes") == source.shards.get(file)
     }
-    return [_digest_differs(file) for file in differing_files(checkpoint.source, digests, workers)]
+    return [_digest_differs(file) for file in differing_files(source, digests, workers)]
 
 
 def _digest_differs(file: str) -> Finding:
@@ -250,7 +289,7 @@ def check_output(root: Path, options: Options) -> None:
     try:
         if options.target == COMPRESSED:
             findings = list(open_source(str(root)).findings)  # stored in another tool's form: files and index
-        elif _is_packed(root):
+        elif _own_method(root) is not None:
             findings = _packed_findings(root, "scales", 1)[0]
         else:
             kept = replace(options, target="hf")
@@ -269,11 +308,15 @@ def check_output(root: Path, options: Options) -> None:
 def selected(report: Report, names: Collection[str], baseline: Collection[str]) -> Report:
     """The report with only the findings of some rules, those that a baseline has already set apart.
 
+    A report that had to stop stays as it is: nothing else was judged.
+
     Args:
         report: as `validate` gives it.
         names: rules to keep.
         baseline: fingerprints of findings that are known.
     """
+    if report.stopped is not None:
+        return report
     kept = [finding for finding in report.findings if finding.rule in names]
     return replace(
         report,
@@ -290,8 +333,13 @@ def fingerprints(baseline: Path) -> frozenset[str]:
         UsageFault: it is no such report.
     """
     try:
-        value = json.loads(baseline.read_bytes())
-        return frozenset(str(finding["fingerprint"]) for key in ("findings", "known") for finding in value[key])
+        with baseline.open("rb") as file:
+            raw = file.read(_MOST_BASELINE_BYTES + 1)
+        value = json.loads(raw) if len(raw) <= _MOST_BASELINE_BYTES and baseline.is_file() else None
+        found = [finding["fingerprint"] for key in ("findings", "known") for finding in value[key]]  # type: ignore[index]
+        if not all(isinstance(one, str) for one in found):
+            raise TypeError
+        return frozenset(found)
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UsageFault(f"{baseline}: no report of nvfp4prep validate --format json") from None
 

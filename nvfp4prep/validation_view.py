@@ -46,6 +46,8 @@ def _end(found: Report) -> Iterator[Text]:
     of = f" for {', '.join(found.targets)}" if found.targets else ""
     known = f"; {len(found.known)} known by the baseline" if found.known else ""
     if found.stopped:
-        yield plain("later rules were not judged: what is above has to be put right first", "yellow")
+        yield plain("nothing else was judged: what is above has to be put right first", "yellow")
+        yield plain(f"{found.source}: {told}", "bold")
+        return
     summary = f"{found.source}: {told or 'nothing found'}{known} ({len(found.judged)} rules, level {found.level}{of})"
     yield plain(summary, "bold" if told else "green")

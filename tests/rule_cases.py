@@ -260,9 +260,15 @@ CASES: dict[str, Case] = {
     "exclude-substring": Case(DENSE, store("model.layers.0.mlp.gate.weight", torch.ones(2, 2)), severity="warning"),
     "exclude-tail": Case(DSV3, unquantize("model.layers.0.self_attn.q_b_proj"), severity="warning"),
     "mtp-missing": Case(DSV3, with_config(num_nextn_predict_layers=1), severity="warning"),
-    "layers-missing": Case(QWEN, with_config(num_hidden_layers=3), says="layers 2"),
+    "layers-missing": Case(QWEN, with_config(num_hidden_layers=3), says="layer 2"),
     "lm-head-missing": Case(QWEN, remove_lm_head_of, severity="warning"),
     "config-shape": Case(QWEN, with_config(moe_intermediate_size=256), severity="warning"),
+    "layer-incomplete": Case(
+        QWEN,
+        damage.drop(r"model\.layers\.1\.input_layernorm\.weight"),
+        severity="warning",
+        says="layer 1 of model.layers lacks .*: input_layernorm.weight;",
+    ),
     "experts-unquantized": Case(QWEN, bf16_experts(1), severity="warning"),
     "shared-expert-unquantized": Case(
         DSV3,
@@ -305,6 +311,7 @@ CASES: dict[str, Case] = {
         replace("model.layers.1.mlp.gate.e_score_correction_bias", lambda t: t.bfloat16()),
         severity="warning",
     ),
+    "fp8-scale-missing": Case(MIXED, damage.drop(r"model\.layers\.0\.self_attn\.q_proj\.weight_scale")),
     "scale-16bit": Case(QWEN, damage.cast(torch.bfloat16), severity="warning"),
     "fused-scale-vector": Case(LLAMA4, damage.reshape(8, within=r".*experts.*"), severity="warning"),
     # values
@@ -323,10 +330,19 @@ CASES: dict[str, Case] = {
         lambda ck: ck.tensors.update({name: 1 / ck.tensors[name] for name in ck.scales("weight_scale_2")}),
         level="scales",
     ),
+    "input-scale-outlier": Case(
+        QWEN,
+        damage.multiply(rf"{EXPERTS}\.3\.(gate|up)_proj", 1e6, param="input_scale"),
+        level="scales",
+        says="2 of 16",
+    ),
+    "fp8-scale-bad": Case(
+        MIXED, damage.put(0.0, r"model\.layers\.0\.self_attn\.q_proj\.input_scale"), level="scales", says="zero"
+    ),
     "kv-scale-bad": Case(KV, damage.put(0.0, r".*layers\.0.*k_scale"), level="scales"),
     "kv-scale-unpaired": Case(KV, damage.drop(r".*layers\.0.*v_scale"), severity="warning"),
     "kv-scale-one": Case(KV, damage.put(1.0, r".*[kv]_scale"), level="scales", severity="info"),
-    "kv-scale-missing": Case(KV, damage.drop(r".*layers\.1.*[kv]_scale"), severity="warning", says="layers 1"),
+    "kv-scale-missing": Case(KV, damage.drop(r".*layers\.1.*[kv]_scale"), severity="warning", says="layer 1 has"),
     # bytes
     "block-scale-nan": Case(QWEN, codes(rf"{EXPERTS}\.3\.up_proj\.weight_scale", 0x7F, 1), level="full", says="1 of "),
     "block-scale-negative": Case(LLAMA4, codes(r".*0.*experts\.down_proj_weight_scale", 0xB8, 2), level="full"),
@@ -334,9 +350,15 @@ CASES: dict[str, Case] = {
         QWEN, codes(rf"{EXPERTS}\.3\.up_proj\.weight_scale", 0, 3), level="full", severity="warning", says="[1-3] of "
     ),
     "experts-zero": Case(QWEN, codes(rf"{EXPERTS}\.\d+\.down_proj\.weight_scale", 0), level="full"),
+    "fp8-nan": Case(
+        MIXED, codes(r"model\.layers\.0\.self_attn\.q_proj\.weight", 0xFF, 2), level="full", says=r"^2 of .*\[0, 0\]"
+    ),
     "tied-head-differs": Case(QWEN, tied_with_another_head, level="full", severity="warning"),
     # AWQ and int4
     "shared-expert-folded": Case(DSV3, awq_experts, severity="warning"),
+    "pre-quant-scale-shape": Case(
+        AWQ, replace("model.layers.0.mlp.experts.3.up_proj.pre_quant_scale", lambda t: t[1:])
+    ),
     "pre-quant-scale-bad": Case(AWQ, damage.put(0.0, rf"{EXPERTS}\.3\.up_proj\.pre_quant_scale"), level="full"),
     "int4-scale-bad": Case(INT4, damage.put(float("inf"), rf"{EXPERTS}\.3\.up_proj\.weight_scale"), level="full"),
     "int4-gate-up-identical": Case(

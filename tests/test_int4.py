@@ -259,20 +259,20 @@ REFUSALS: dict[str, tuple[str, Damage, str, str | None, str]] = {
     ),
     "another group size of an expert": (
         W4A16, replaced(f"{UP3}.weight_scale", torch.ones(128, 4)), "group-size", f"{UP3}.weight_scale",
-        r"groups of 64, not 128 \(1 linears\)",
+        r"groups of 64, not 128 \(1 linear\)",
     ),
     "another group size of a dense linear": (
         W4A16, replaced(f"{O1}.weight_scale", torch.ones(256, 8)), "group-size", f"{O1}.weight_scale",
-        r"groups of 32, not 128 \(1 linears\)",
+        r"groups of 32, not 128 \(1 linear\)",
     ),
     "another group size in the config": (
         W4A16, lambda ck: ck.hf["quantization"].update(group_size=64), "group-size",  # type: ignore[index]
-        None, r"groups of 128, not 64 \(56 linears\)",
+        None, r"groups of 128, not 64 \(56 linears\).* correct group_size to 128",
     ),
     "quant_algo NVFP4": (
-        W4A16, lambda ck: ck.set_algo("NVFP4"), "algo-contradicts-weights", None, "NVFP4 but 56 linears .* int4",
+        W4A16, lambda ck: ck.set_algo("NVFP4"), "algo-contradicts-weights", None, "NVFP4, but 56 linears .* int4",
     ),
-    "quant_algo FP8": (W4A8, lambda ck: ck.set_algo("FP8"), "algo-contradicts-weights", None, "FP8 but 56 linears"),
+    "quant_algo FP8": (W4A8, lambda ck: ck.set_algo("FP8"), "algo-contradicts-weights", None, "FP8, but 56 linears"),
     "an NVFP4 expert": (W4A16, nvfp4_expert, "mixed-experts", None, "23 int4, 1 NVFP4|1 NVFP4, 23 int4"),
     "a BF16 expert": (
         W4A16, replaced(f"{UP3}.weight", torch.zeros(128, 256, dtype=torch.bfloat16)), "mixed-experts", None,

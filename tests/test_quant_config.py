@@ -318,8 +318,8 @@ def test_null_and_empty_sections(config: Mapping[str, Any], hf: Mapping[str, Any
         ({"quant_algo": "FP8"}, {}, "quant_algo: FP8 here, NVFP4"),
         ({}, {"kv_cache_quant_algo": "FP8"}, "KV cache: None here, FP8"),
         ({"group_size": 32}, {}, "group_size: 32 here, 16"),
-        ({"ignore": ["lm_head", "a"]}, {}, "exclude lists differ in 1 entries, 'a'"),
-        ({"ignore": []}, {}, "exclude lists differ in 1 entries, 'lm_head'"),
+        ({"ignore": ["lm_head", "a"]}, {}, "exclude lists differ: only one of them has 'a'"),
+        ({"ignore": []}, {}, "exclude lists differ: only one of them has 'lm_head'"),
         ({"quantized_layers": {"a": {"quant_algo": "FP8"}}}, {}, "quantized_layers: differ"),
     ],
 )

@@ -91,8 +91,8 @@ def test_every_name_in_the_code_is_in_the_catalogue() -> None:
         (["NVP401"], ["NVP401"]),
         (["nvp401"], ["NVP401"]),
         (["input-scale-missing"], ["NVP401"]),
-        (["NVP7"], ["NVP701", "NVP702", "NVP703"]),
-        (["nvp7", "NVP701", "bad-json"], ["NVP202", "NVP701", "NVP702", "NVP703"]),
+        (["NVP7"], [number for number in BY_ID if number.startswith("NVP7")]),
+        (["nvp41", "NVP411", "bad-json"], ["NVP202", *(number for number in BY_ID if number.startswith("NVP41"))]),
         (["NVP"], list(BY_ID)),
     ],
 )
@@ -126,7 +126,8 @@ def test_table_has_a_line_for_each_rule() -> None:
     assert tuple(head.split()) == TITLES
     for rule, row in zip(RULES, rows, strict=True):
         words = row.split(maxsplit=4)
-        assert words == [rule.id, rule.name, rule.severity, rule.level, rule.summary]
+        severity = rule.severity + (f"/{rule.mildest}" if rule.mildest else "")
+        assert words == [rule.id, rule.name, severity, rule.level, rule.summary]
 
 
 def test_table_in_a_narrow_terminal_loses_nothing() -> None:
@@ -140,7 +141,8 @@ def test_table_in_a_narrow_terminal_loses_nothing() -> None:
 def test_detail_says_everything(rule: Rule) -> None:
     head, about, *paragraphs = lines(rules_view.detail(rule), 140, soft_wrap=True)
     assert head == f"{rule.id} {rule.name}"
-    assert f"severity {rule.severity}, " in about and f"level {rule.level}" in about
+    severity = rule.severity + (f" or {rule.mildest}" if rule.mildest else "")
+    assert f"severity {severity}, " in about and f"level {rule.level}" in about
     told = [("What", rule.summary), ("Why", rule.why), ("Fix", rule.fix), ("Example", rule.example)]
     assert paragraphs == [line for title, text in told for line in ("", title, text)]
     narrow = lines(rules_view.detail(rule), 60)

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,7 +221,7 @@ def test_stopped_reports_say_so(checkpoint: Fetch, tmp_path: Path) -> None:
     case = CASES["bad-shard"]
     folder = case.failing(checkpoint(case.base), tmp_path / "cut")
     result = run("validate", folder)
-    assert result.code == 1 and "later rules were not judged" in result.stdout
+    assert result.code == 1 and "nothing else was judged" in result.stdout
     assert json.loads(run("validate", folder, "--format", "json").stdout)["stopped"]
 
 
@@ -281,3 +289,160 @@ def test_convert_lets_no_nan_block_scale_through(base: str, target: str, checkpo
     assert found["rule"] == "block-scale-nan" and found["layer"] == 1
     assert f" {16 if base == QWEN else 2} block scales" in found["message"]
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
+
+@pytest.mark.parametrize(
+    ("base", "pattern", "change", "rule"),
+    [
+        (QWEN, r".*layers\.1\..*experts\.2\.up_proj\.weight_scale", 0xB8, "block-scale-negative"),
+        ("qwen3moe-int4awq", r".*layers\.1\..*experts\.2\.up_proj\.weight_scale", float("nan"), "int4-scale-bad"),
+        ("qwen3moe-int4awq", r".*layers\.1\..*o_proj\.pre_quant_scale", 0.0, "pre-quant-scale-bad"),
+    ],
+)
+@pytest.mark.parametrize("target", ["hf", "compressed-tensors"])
+def test_convert_refuses_unusable_scales_that_it_comes_across(
+    base: str, pattern: str, change: float, rule: str, target: str, checkpoint: Fetch, tmp_path: Path
+) -> None:
+    harm = codes(pattern, change, 1) if isinstance(change, int) else damage.put(change, pattern)
+    source = damage.damaged(checkpoint(base), tmp_path / "source", harm)
+    options = ("--target", target, "--pre-quant-scale", "fold", "--no-smoke", "--json")
+    result = run("convert", source, tmp_path / "out", *options)
+    assert result.code == 3
+    assert {found["rule"] for found in result.findings} == {rule}
+    assert result.findings[0]["layer"] == 1 and " 1 " in result.findings[0]["message"]
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
+
+# --- what a report file may not do -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "new.json"])
+@pytest.mark.parametrize("command", [("validate", "--output"), ("report", "-o")])
+def test_reports_spare_the_checkpoint(name: str, command: tuple[str, str], checkpoint: Fetch, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(checkpoint(QWEN), tmp_path / "source"))
+    before = snapshot(source)
+    (tmp_path / "link").symlink_to(source / name)
+    for output in (source / name, tmp_path / "link"):
+        result = run(command[0], source, command[1], output)
+        assert result.code == 2 and "write it elsewhere" in result.stderr
+    assert snapshot(source) == before
+
+
+def test_reports_go_through_links_and_into_pipes(bad: Path, tmp_path: Path) -> None:
+    target, link, pipe = tmp_path / "target", tmp_path / "link", tmp_path / "pipe"
+    target.write_text("old")
+    link.symlink_to(target)
+    assert run("validate", bad, "--output", link).code == 0
+    assert link.is_symlink() and "warning" in target.read_text()
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True) as reader:
+        assert run("validate", bad, "--output", pipe).code == 0
+        assert reader.communicate(timeout=20)[0] == target.read_text()
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+# --- what can't be judged does not pass ------------------------------------------------------------------------------
+
+
+def test_a_stopped_run_never_passes(checkpoint: Fetch, tmp_path: Path) -> None:
+    case, base = CASES["bad-shard"], tmp_path / "base.json"
+    folder = case.failing(checkpoint(case.base), tmp_path / "cut")
+    assert run("validate", folder, "--format", "json", "--output", base).code == 1
+    for options in (("--ignore", "NVP102"), ("--select", "NVP4"), ("--baseline", base)):
+        result = run("validate", folder, "--format", "json", *options)
+        assert result.code == 1
+        assert [one["rule"] for one in result.json["findings"]] == ["bad-shard"]
+        assert result.json["judged"] == []
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"findings": [{"fingerprint": null}], "known": []}', "{", "[" * 100_000])
+def test_baselines_that_are_none(text: str, bad: Path, tmp_path: Path) -> None:
+    (tmp_path / "base.json").write_text(text)
+    result = run("validate", bad, "--baseline", tmp_path / "base.json")
+    assert result.code == 2 and "no report of nvfp4prep validate" in result.stderr
+
+
+# --- our own outputs in another form ---------------------------------------------------------------------------------
+
+
+def test_outputs_in_compressed_tensors_form(checkpoint: Fetch, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ("--target", "compressed-tensors", "--pre-quant-scale", "fold", "-q")
+    assert run("convert", checkpoint("qwen3moe-int4awq"), out, *options).code == 0
+    assert findings(out) == []
+    again = run("convert", out, tmp_path / "again", "--json")
+    assert again.code == 3 and [one["rule"] for one in again.findings] == ["already-packed"]
+    path = out / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-5] ^= 1
+    path.write_bytes(raw)
+    assert {one["rule"] for one in findings(out)} == {"digest-differs"}
+    assert findings(out, level="scales") == []
+
+
+def test_validate_takes_convert_s_options(checkpoint: Fetch, tmp_path: Path) -> None:
+    """What passes with an option is what convert does with it."""
+    awq = checkpoint("qwen3moe-nvfp4-awqlite")
+    for target in ("vllm-marlin", "compressed-tensors"):
+        assert run("validate", awq, "--target", target).code == 1
+        assert run("validate", awq, "--target", target, "--pre-quant-scale", "fold").code == 0
+    source = damage.damaged(
+        checkpoint(QWEN), tmp_path / "source", damage.drop(rf"{EXPERTS}\.3\.gate_proj\.input_scale")
+    )
+    assert run("validate", source).code == 1
+    assert run("validate", source, "--impute", "layer-max").code == 0
+
+
+def test_w4a8_shares_input_scales_of_fused_linears(checkpoint: Fetch, tmp_path: Path) -> None:
+    harm = damage.multiply(r".*layers\.0\.self_attn\.q_proj", 2.0, param="input_scale")
+    source = damage.damaged(checkpoint("qwen3moe-w4a8awq"), tmp_path / "source", harm)
+    assert "fused-linear-scale-differs" in {one["rule"] for one in findings(source)}
+    assert run("convert", source, tmp_path / "out", "-q").code == 0
+    assert findings(tmp_path / "out") == []
+    tensors = damage.load(tmp_path / "out").tensors
+    before = damage.load(source).tensors
+    names = [f"model.layers.0.self_attn.{part}_proj.input_scale" for part in "qkv"]
+    assert {float(tensors[name]) for name in names} == {max(float(before[name]) for name in names)}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_a_scan_soon(number: int, tmp_path: Path) -> None:
+    """Of a checkpoint that takes minutes to scan: one sparse fused tensor of 16 GB."""
+    folder = tmp_path / "huge"
+    shutil.copytree(checkpoints.DATA / "gptoss-nvfp4", folder)
+
+    def widen(table: dict[str, Any]) -> None:
+        table.clear()
+        position = 0
+        for name, dtype, shape in (
+            ("model.layers.0.mlp.experts.down_proj", "U8", [512, 2048, 4096]),
+            ("model.layers.0.mlp.experts.down_proj_weight_scale", "F8_E4M3", [512, 256, 4096]),
+            ("model.layers.0.mlp.experts.down_proj_weight_scale_2", "F32", []),
+            ("model.layers.0.mlp.experts.gate_up_proj", "U8", [512, 2048, 8192]),
+            ("model.layers.0.mlp.experts.gate_up_proj_weight_scale", "F8_E4M3", [512, 256, 8192]),
+            ("model.layers.0.mlp.experts.gate_up_proj_weight_scale_2", "F32", []),
+        ):
+            size = math.prod(shape) * (4 if dtype == "F32" else 1)
+            table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + size]}
+            position += size
+        sizes.append(position)
+
+    sizes: list[int] = []
+    path = folder / "model.safetensors"
+    damage.rewrite_header(path, widen)
+    with path.open("r+b") as file:
+        header = int.from_bytes(file.read(8), "little")
+        file.truncate(8 + header)
+        file.truncate(8 + header + sizes[0])
+    command = [sys.executable, "-m", "nvfp4prep", "validate", "--level", "full", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        time.sleep(4)
+        assert process.poll() is None
+        begun = time.monotonic()
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+    assert time.monotonic() - begun < 20 and "Traceback" not in stderr

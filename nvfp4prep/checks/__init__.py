@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from nvfp4prep.checkpoint import Checkpoint
-from nvfp4prep.checks import awq, experts, files, kv_cache, model, scales
+from nvfp4prep.checks import awq, experts, files, fp8, kv_cache, model, scales
 from nvfp4prep.findings import Finding
 
 Check = Callable[[Checkpoint], Iterable[Finding]]
@@ -26,17 +26,20 @@ HEADERS: tuple[Check, ...] = (
     model.missing_mtp,
     model.missing_head,
     model.differing_sizes,
+    model.incomplete_layers,
     experts.unquantized,
     experts.shared_unquantized,
     experts.router_shape,
     experts.router_bias,
     awq.missing,
     awq.folded_shared_expert,
+    awq.shapes,
+    fp8.missing,
     kv_cache.unpaired,
     kv_cache.missing,
 )
 HEADERS_REPAIRED: tuple[Check, ...] = (scales.stored_in_16_bits, scales.fused_vectors)
-SCALES: tuple[Check, ...] = (scales.reciprocals, kv_cache.values)
+SCALES: tuple[Check, ...] = (scales.reciprocals, scales.outliers, fp8.values, kv_cache.values)
 SCALES_REPAIRED: tuple[Check, ...] = (scales.differing_inputs, scales.differing_halves, scales.differing_linears)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.findings import Finding
-from nvfp4prep.schema import Format
+from nvfp4prep.header import short
+from nvfp4prep.schema import FLOAT_DTYPES, Format
 
 _SHARED_W13 = ("gate_proj", "up_proj", "w1", "w3")
 
@@ -52,3 +53,26 @@ def folded_shared_expert(checkpoint: Checkpoint) -> Iterable[Finding]:
             )
             yield Finding("shared-expert-folded", "warning", message, tensor.file, tensor.name, moe.layer)
             break
+
+
+def shapes(checkpoint: Checkpoint) -> Iterable[Finding]:
+    """NVP607: a pre_quant_scale that is not one float for each input; fused experts may have a row for each."""
+    for linear in checkpoint.schema.linears.values():
+        tensor = linear.params.get("pre_quant_scale")
+        if tensor is None or linear.format not in (Format.NVFP4, Format.INT4):
+            continue
+        allowed: list[tuple[int, ...]] = [(linear.columns,)]
+        if linear.experts is not None:
+            allowed += [(linear.experts, linear.columns), (linear.experts, 1, linear.columns)]
+        if tensor.dtype in FLOAT_DTYPES and tensor.shape in allowed:
+            continue
+        yield Finding(
+            "pre-quant-scale-shape",
+            "error",
+            f"{tensor.dtype} {short(list(tensor.shape))} where a float for each of {linear.columns} inputs belongs; "
+            "export again",
+            tensor.file,
+            tensor.name,
+            linear.layer,
+            () if linear.expert is None else (linear.expert,),
+        )

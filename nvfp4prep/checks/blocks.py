@@ -1,4 +1,4 @@
-"""Every block scale and packed byte: NaN, negative, zero; int4 group scales, pre_quant_scale, tied heads."""
+"""Every block scale and packed byte: NaN, negative, zero; FP8 weights, int4 group scales, factors, tied heads."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 import xxhash
 
 from nvfp4prep.checkpoint import Checkpoint
+from nvfp4prep.checks.model import in_tower
 from nvfp4prep.findings import Finding
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.model_config import is_tied
@@ -29,6 +30,10 @@ _HALVES = (("gate_proj", "up_proj"), ("w1", "w3"))
 
 Read = Callable[[TensorInfo, int, int], bytes]
 """Bytes of a tensor: from, how many."""
+
+
+class Stopped(Exception):
+    """A worker saw that another one failed, or that the user interrupted."""
 
 
 @dataclass
@@ -64,18 +69,25 @@ def scan(checkpoint: Checkpoint, workers: int, progress: Callable[[int], None]) 
     source, schema = checkpoint.source, checkpoint.schema
     linears = [linear for linear in schema.linears.values() if linear.format in (Format.NVFP4, Format.INT4)]
     with opened_shards(source) as descriptors:
-        lock = threading.Lock()
+        lock, stop = threading.Lock(), threading.Event()
 
         def read(tensor: TensorInfo, start: int, length: int) -> bytes:
+            if stop.is_set():
+                raise Stopped
             raw = read_part(descriptors[tensor.file], tensor, start, length)
             with lock:
                 progress(length)
             return raw
 
         with ThreadPoolExecutor(workers) as pool:
-            counted = list(pool.map(partial(_count, read), linears))
-            factors = list(pool.map(partial(_bad_factors, read), linears))
-            same = _identical_halves(checkpoint, partial(_digest, read), pool)
+            try:
+                counted = list(pool.map(partial(_count, read), linears))
+                factors = list(pool.map(partial(_bad_factors, read), linears))
+                factors += pool.map(partial(_fp8_nan, read), schema.of_format(Format.FP8))
+                same = _identical_halves(checkpoint, partial(_digest, read), pool)
+            except BaseException:  # a failure, or an interrupt: what runs must end soon
+                stop.set()
+                raise
         findings = [*_block_findings(checkpoint, dict(zip((x.module for x in linears), counted, strict=True)))]
         findings += [finding for finding in factors if finding is not None]
         findings += same
@@ -85,12 +97,12 @@ def scan(checkpoint: Checkpoint, workers: int, progress: Callable[[int], None]) 
 
 def scanned_bytes(checkpoint: Checkpoint) -> int:
     """About how many bytes `scan` reads."""
-    params = ("weight", "weight_scale", "pre_quant_scale")
+    packed = ("weight", "weight_scale", "pre_quant_scale")
+    params = {Format.NVFP4: packed, Format.INT4: packed, Format.FP8: ("weight",)}
     return sum(
         linear.params[param].nbytes
         for linear in checkpoint.schema.linears.values()
-        if linear.format in (Format.NVFP4, Format.INT4)
-        for param in params
+        for param in params.get(linear.format, ())
         if param in linear.params
     )
 
@@ -294,6 +306,32 @@ def _bad_factors(read: Read, linear: Linear) -> Finding | None:
     )
 
 
+def _fp8_nan(read: Read, linear: Linear) -> Finding | None:
+    """NVP506: NaN among the codes of an FP8 weight."""
+    tensor = linear.params["weight"]
+    count, first = 0, 0
+    for start in range(0, tensor.nbytes, _CHUNK):
+        codes = np.frombuffer(read(tensor, start, min(_CHUNK, tensor.nbytes - start)), np.uint8)
+        bad = (codes & 0x7F) == _E4M3_NAN
+        hits = int(np.count_nonzero(bad))
+        if hits and not count:
+            first = start + int(bad.argmax())
+        count += hits
+    if not count:
+        return None
+    place = [int(i) for i in np.unravel_index(first, tensor.shape)]
+    return Finding(
+        "fp8-nan",
+        "error",
+        f"{count:,} of {tensor.nbytes:,} FP8 weights are NaN (the first at {place}); export them again",
+        tensor.file,
+        tensor.name,
+        linear.layer,
+        () if linear.expert is None else (linear.expert,),
+        values={"count": count, "of": tensor.nbytes},
+    )
+
+
 def _digest(read: Read, tensor: TensorInfo) -> bytes:
     hasher = xxhash.xxh3_128()
     for start in range(0, tensor.nbytes, _CHUNK):
@@ -340,8 +378,9 @@ def _block(checkpoint: Checkpoint, linear: Linear) -> str:
 def _tied_head(checkpoint: Checkpoint, read: Read) -> Iterable[Finding]:
     """NVP505: an lm_head that is stored, and is not the embedding that config.json says it is."""
     linears = checkpoint.schema.linears
-    head = next((x for module, x in linears.items() if module.rpartition(".")[2] == "lm_head"), None)
-    embedding = next((x for module, x in linears.items() if module.rpartition(".")[2] == "embed_tokens"), None)
+    named = [(module.rpartition(".")[2], linear) for module, linear in linears.items() if not in_tower(module)]
+    head = next((linear for name, linear in named if name == "lm_head"), None)
+    embedding = next((linear for name, linear in named if name == "embed_tokens"), None)
     if not is_tied(checkpoint.config) or head is None or embedding is None:
         return
     stored, tied = head.params["weight"], embedding.params["weight"]

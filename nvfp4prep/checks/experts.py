@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from nvfp4prep.checkpoint import Checkpoint
-from nvfp4prep.findings import Finding, ranges
+from nvfp4prep.findings import Finding, counted, named, ranges
+from nvfp4prep.header import TensorInfo, short
+from nvfp4prep.model_config import sections
 from nvfp4prep.schema import Format, MoeLayer
 
-_ROUTERS = ("gate.weight", "router.weight", "router.layer.weight")
+_ROUTERS = ("gate", "router", "router.layer", "router.classifier")
 _SHARED = ("shared_expert", "shared_experts")
 _BIASES = ("e_score_correction_bias", "expert_bias", "moe_statics.e_score_correction_bias")
 
@@ -52,20 +54,48 @@ def shared_unquantized(checkpoint: Checkpoint) -> Iterable[Finding]:
     if found:
         layers = [moe.layer for moe, _ in found if moe.layer is not None]
         tensor = found[0][1].params["weight"]
-        message = f"the shared experts of layers {ranges(layers)} are 16-bit; engines can't fuse them with the routed"
+        message = f"the shared experts of {named('layer', layers)} are 16-bit; engines can't fuse them with the routed"
         yield Finding("shared-expert-unquantized", "info", message, tensor.file, tensor.name)
 
 
 def router_shape(checkpoint: Checkpoint) -> Iterable[Finding]:
-    """NVP321: rows of the router against the experts stored; more are possible (LongCat's experts without weights)."""
+    """NVP321: rows of the router, and its biases, against the experts stored.
+
+    More are possible: LongCat's router also scores experts without weights, which config.json counts.
+    """
+    tensors = checkpoint.source.tensors
+    without_weights = _zero_experts(checkpoint.config)
     for moe in checkpoint.schema.moe_layers:
-        for name in _ROUTERS:
-            tensor = checkpoint.source.tensors.get(f"{moe.path}.{name}")
-            if tensor is None or len(tensor.shape) != 2 or tensor.shape[0] == moe.expert_count:
-                continue
-            severity = "error" if tensor.shape[0] < moe.expert_count else "warning"
-            message = f"scores {tensor.shape[0]} experts, {moe.expert_count} are stored; fetch the whole checkpoint"
-            yield Finding("router-shape", severity, message, tensor.file, tensor.name, moe.layer)  # type: ignore[arg-type]
+        fitting = {moe.expert_count, moe.expert_count + without_weights}
+        routers = [tensors[name] for name in (f"{moe.path}.{router}.weight" for router in _ROUTERS) if name in tensors]
+        for tensor in routers:
+            if len(tensor.shape) == 2 and tensor.shape[0] not in fitting:
+                yield _misfit(moe, tensor)
+        fitting |= {tensor.shape[0] for tensor in routers if tensor.shape}
+        for name in (f"{moe.path}.{part}" for part in (*_plain_biases(), *(f"{router}.bias" for router in _ROUTERS))):
+            bias = tensors.get(name)
+            if bias is not None and bias.shape not in {(count,) for count in fitting}:
+                message = f"a bias {short(list(bias.shape))} for {moe.expert_count} experts; fetch the router again"
+                yield Finding("router-shape", "error", message, bias.file, bias.name, moe.layer)
+
+
+def _misfit(moe: MoeLayer, router: TensorInfo) -> Finding:
+    rows = router.shape[0]
+    message = f"scores {rows} experts, {moe.expert_count} are stored; "
+    if rows < moe.expert_count:
+        message += "fetch the whole checkpoint"
+        return Finding("router-shape", "error", message, router.file, router.name, moe.layer)
+    message += "a token may be sent to one that is not there: look whether router and experts belong together"
+    return Finding("router-shape", "warning", message, router.file, router.name, moe.layer)
+
+
+def _zero_experts(config: Mapping[str, object]) -> int:
+    """How many experts without weights config.json counts (LongCat: zero_expert_num); 0 without any."""
+    for section in sections(config):
+        for key, value in section.items():
+            if "zero_expert" in key and isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return 0
 
 
 def router_bias(checkpoint: Checkpoint) -> Iterable[Finding]:
@@ -78,10 +108,15 @@ def router_bias(checkpoint: Checkpoint) -> Iterable[Finding]:
     ]
     if found:
         message = (
-            f"{found[0].dtype} in {len(found)} layers: nearby scores become equal and other experts are chosen; "
-            "copied as it is: take the F32 one from the original model"
+            f"{found[0].dtype} in {counted(len(found), 'layer')}: nearby scores become equal and other experts are "
+            "chosen; copied as it is: take the F32 one from the original model"
         )
         yield Finding("router-bias-dtype", "warning", message, found[0].file, found[0].name)
+
+
+def _plain_biases() -> Iterable[str]:
+    """Those of one value for each expert; ERNIE's moe_statics has another dimension."""
+    return (name for name in _bias_names() if "moe_statics" not in name)
 
 
 def _bias_names() -> Iterable[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.findings import Finding
 from nvfp4prep.manifest import MANIFEST
-from nvfp4prep.source import INDEX, read_json
+from nvfp4prep.source import INDEX, Source, read_json
 
 _UNFINISHED = re.compile(r"\.(incomplete|part|partial|tmp|aria2|crdownload|lock)$", re.IGNORECASE)
 _OTHER_WEIGHTS = re.compile(
@@ -41,10 +42,15 @@ def total_size(checkpoint: Checkpoint) -> Iterable[Finding]:
 
 def changed_output(checkpoint: Checkpoint) -> Iterable[Finding]:
     """NVP807: shards of an output whose sizes are not those that its manifest lists."""
-    outputs = (checkpoint.manifest or {}).get("outputs")
+    return changed_shards(checkpoint.source, checkpoint.manifest)
+
+
+def changed_shards(source: Source, manifest: Mapping[str, Any] | None) -> Iterable[Finding]:
+    """As `changed_output`, of a source and its manifest."""
+    outputs = (manifest or {}).get("outputs")
     if not isinstance(outputs, dict):
         return
-    shards = checkpoint.source.shards
+    shards = source.shards
     for file in sorted(outputs.keys() | shards.keys()):
         entry = outputs.get(file)
         listed = entry.get("bytes") if isinstance(entry, dict) else None

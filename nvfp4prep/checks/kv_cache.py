@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.dialects import layer_number
-from nvfp4prep.findings import Finding, ranges
-from nvfp4prep.header import TensorInfo
+from nvfp4prep.findings import Finding, named
+from nvfp4prep.header import TensorInfo, short
 from nvfp4prep.quant_config import CONFIG
 from nvfp4prep.scales import fault
 from nvfp4prep.schema import FLOAT_DTYPES
@@ -51,14 +52,22 @@ def missing(checkpoint: Checkpoint) -> Iterable[Finding]:
     }
     without = sorted(layer_number(module) or 0 for module in attention - with_scales)
     if without:
-        where = "no layer has" if not with_scales else f"layers {ranges(without)} have no"
+        where = f"{named('layer', without)} {'has' if len(set(without)) == 1 else 'have'} no"
+        where = where if with_scales else "no layer has"
         message = f"the KV cache is FP8 by the configuration, but {where} k_scale and v_scale: engines take 1.0"
         yield Finding("kv-scale-missing", "warning", message, CONFIG)
 
 
 def values(checkpoint: Checkpoint) -> Iterable[Finding]:
-    """NVP412: unusable values. NVP414: all exactly 1, which no calibration gives."""
-    tensors = [t for pair in stored(checkpoint).values() for t in pair.values() if t.dtype in FLOAT_DTYPES]
+    """NVP412: what is not one float, and unusable values. NVP414: all exactly 1, which no calibration gives."""
+    tensors = []
+    for tensor in (tensor for pair in stored(checkpoint).values() for tensor in pair.values()):
+        if tensor.dtype in FLOAT_DTYPES and math.prod(tensor.shape) == 1:
+            tensors.append(tensor)
+        else:
+            form = f"{tensor.dtype} {short(list(tensor.shape))}"
+            message = f"{form} where one float belongs; calibrate the KV cache again"
+            yield Finding("kv-scale-bad", "error", message, tensor.file, tensor.name, layer_number(tensor.name))
     if not tensors:
         return
     read = read_values(checkpoint.source, tensors)

@@ -324,7 +324,7 @@ def _pairs(moe: MoeLayer, label: str, values: Mapping[str, tuple[float, ...]]) -
 
 def _fused(checkpoint: Checkpoint) -> Iterable[FusedScales]:
     values = checkpoint.scale_values
-    for group in checkpoint.schema.fusion_groups:
+    for group in checkpoint.schema.nvfp4_groups:
         names = [member.module.rpartition(".")[2] for member in group.members]
         inputs = entries(group.members, "input_scale", values, names)
         if all(entry.value is None for entry in inputs) and all(

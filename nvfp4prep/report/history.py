@@ -104,7 +104,7 @@ def history(checkpoint: Checkpoint) -> History | None:
     name, revision = source.get("name"), source.get("revision")
     label = (name if isinstance(name, str) else "unknown") + (f"@{revision}" if isinstance(revision, str) else "")
     moe_layers = {moe.path: moe for moe in checkpoint.schema.nvfp4_layers}
-    groups = {group.label: group for group in checkpoint.schema.fusion_groups}
+    groups = {group.label: group for group in checkpoint.schema.nvfp4_groups}
     values = checkpoint.scale_values
     inputs: list[InputChange] = []
     pairs: list[PairChange] = []

@@ -63,13 +63,17 @@ RULES: tuple[Rule, ...] = (
         "error",
         "full",
         "experts whose block scales are all zero",
-        why="The experts add nothing to the layer. No engine notices, and the text stays fluent but is wrong.",
+        why=(
+            "The experts add nothing to the layer. No engine notices, and the text stays fluent but is wrong. It is an "
+            "error where all experts of a layer are hit. `convert` itself does not look for it."
+        ),
         fix="Export the checkpoint again.",
         example=(
             "error NVP504 [experts-zero] layer 3, experts 0-127, model-00001-of-00004.safetensors: model.layers.3.mlp: "
             "128 of 128 experts have a linear whose block scales are all zero: the layer computes nothing, and the "
             "text stays fluent but wrong; export it again"
         ),
+        mildest="warning",
     ),
     Rule(
         "NVP505",
@@ -85,6 +89,19 @@ RULES: tuple[Rule, ...] = (
         example=(
             "warning NVP505 [tied-head-differs] lm_head.weight, model-00004-of-00004.safetensors: config.json ties it "
             "to model.embed_tokens.weight, but its values differ: engines drop one of the two"
+        ),
+    ),
+    Rule(
+        "NVP506",
+        "fp8-nan",
+        "error",
+        "full",
+        "NaN among FP8 weights",
+        why="A NaN weight makes an output of the linear NaN, and from there the whole answer of every token.",
+        fix="Export these weights again.",
+        example=(
+            "error NVP506 [fp8-nan] layer 3, model.layers.3.self_attn.q_proj.weight, model-00001-of-00004.safetensors: "
+            "2 of 8,388,608 FP8 weights are NaN (the first at [17, 3]); export them again"
         ),
     ),
 )

@@ -119,7 +119,7 @@ RULES: tuple[Rule, ...] = (
         ),
         fix="Correct quant_algo in both configuration files, or export the checkpoint again.",
         example=(
-            "error NVP208 [algo-contradicts-weights] config.json: quant_algo is FP8 but 18624 linears are stored as "
+            "error NVP208 [algo-contradicts-weights] config.json: quant_algo is FP8, but 18624 linears are stored as "
             "NVFP4; correct quant_algo"
         ),
     ),
@@ -148,7 +148,7 @@ RULES: tuple[Rule, ...] = (
         ),
         fix="Run `nvfp4prep convert`, which declares the checkpoint weight-only, or calibrate again for W4A4.",
         example=(
-            "warning NVP210 [no-input-scales] config.json: quant_algo is NVFP4 but no input_scale is stored: written "
+            "warning NVP210 [no-input-scales] config.json: quant_algo is NVFP4, but no input_scale is stored: written "
             "as W4A16_NVFP4, for weight-only kernels"
         ),
     ),
@@ -163,10 +163,12 @@ RULES: tuple[Rule, ...] = (
             "wrong values."
         ),
         fix=(
-            "Run `nvfp4prep convert`, which writes NVFP4's group size of 16; export int4 again with one group size "
-            "that divides all inputs."
+            "NVFP4: run `nvfp4prep convert`, which writes its group size of 16. int4: correct group_size in both "
+            "configuration files if all linears are stored alike, or export again with one group size that divides all "
+            "inputs."
         ),
         example="warning NVP211 [group-size] config.json: group_size is 32, the stored block scales have 16; corrected",
+        mildest="warning",
     ),
     Rule(
         "NVP212",
@@ -242,8 +244,8 @@ RULES: tuple[Rule, ...] = (
         why="The entry does nothing. It may be a leftover, or the misspelt name of a module that should be excluded.",
         fix="Look whether another name was meant; `nvfp4prep convert` drops the entry.",
         example=(
-            "info NVP216 [exclude-unmatched] config.json: 1 entries of the exclude list match no stored module; "
-            "convert drops them: 'model.layers.61*'"
+            "info NVP216 [exclude-unmatched] config.json: 1 entry of the exclude list matches no stored module; "
+            "convert drops it: 'model.layers.61*'"
         ),
     ),
     Rule(
@@ -275,8 +277,8 @@ RULES: tuple[Rule, ...] = (
         ),
         fix="Run `nvfp4prep convert`, which drops the entry and lists what is stored unquantised.",
         example=(
-            "warning NVP218 [exclude-pattern] config.json: 1 entries of the exclude list are no pattern that can be "
-            "matched; convert drops them: 're:('"
+            "warning NVP218 [exclude-pattern] config.json: 1 entry of the exclude list is no pattern that can be "
+            "matched; convert drops it: 're:('"
         ),
     ),
     Rule(
@@ -401,6 +403,7 @@ RULES: tuple[Rule, ...] = (
             "model-00003-of-00004.safetensors: 22% of the expert bytes are packed; 24 of 48 MoE layers are 16-bit "
             "(24-47)"
         ),
+        mildest="info",
     ),
     Rule(
         "NVP227",
@@ -417,6 +420,22 @@ RULES: tuple[Rule, ...] = (
             "info NVP227 [shared-expert-unquantized] model.layers.3.mlp.shared_experts.down_proj.weight, "
             "model-00001-of-00004.safetensors: the shared experts of layers 3-60 are 16-bit; engines can't fuse them "
             "with the routed"
+        ),
+    ),
+    Rule(
+        "NVP228",
+        "layer-incomplete",
+        "warning",
+        "headers",
+        "a layer without tensors that other layers of its kind have",
+        why=(
+            "A loader that does not count what it has loaded leaves the parameter as it was allocated, and the model "
+            "answers with garbage."
+        ),
+        fix="Fetch the shard that holds the tensors, or export again; ignore it where the model's layers differ so.",
+        example=(
+            "warning NVP228 [layer-incomplete] layer 3, model.layers.3.input_layernorm.weight: layer 3 of model.layers "
+            "lacks what other layers have: input_layernorm.weight; fetch the whole checkpoint, or export it again"
         ),
     ),
 )

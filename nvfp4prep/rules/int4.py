@@ -89,4 +89,21 @@ RULES: tuple[Rule, ...] = (
             "was quantised with the other's and lost accuracy; export again with another ModelOpt version"
         ),
     ),
+    Rule(
+        "NVP607",
+        "pre-quant-scale-shape",
+        "error",
+        "headers",
+        "a pre_quant_scale that is not one float for each input",
+        why=(
+            "pre_quant_scale multiplies the linear's inputs one by one. Of another size or dtype it belongs to another "
+            "linear, or to a rank's part of it: engines stop, or scale the wrong inputs."
+        ),
+        fix="Export the checkpoint again.",
+        example=(
+            "error NVP607 [pre-quant-scale-shape] layer 3, expert 5, "
+            "model.layers.3.mlp.experts.5.up_proj.pre_quant_scale, model-00001-of-00004.safetensors: BF16 [1024] where "
+            "a float for each of 2048 inputs belongs; export again"
+        ),
+    ),
 )

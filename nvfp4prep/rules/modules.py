@@ -61,7 +61,7 @@ RULES: tuple[Rule, ...] = (
         "block scales of an unexpected dtype",
         why=(
             "NVFP4's block scales are E4M3. Bytes of another dtype are mostly scales swizzled for a kernel, which "
-            "would be swizzled twice."
+            "would be swizzled twice; floats were widened by some tool, and engines read neither."
         ),
         fix="Start from the checkpoint that ModelOpt exported.",
         example=(
@@ -153,12 +153,16 @@ RULES: tuple[Rule, ...] = (
             "Nothing tells what the weight and its scales mean. One expert that is passed over would leave the scales "
             "of its whole layer as they are."
         ),
-        fix="Export the checkpoint again in NVFP4, int4, FP8 or 16 bits.",
+        fix=(
+            "Export the checkpoint again in NVFP4, int4, FP8 or 16 bits. Outside the experts it is a warning: the "
+            "weight is kept as it is."
+        ),
         example=(
             "error NVP310 [unclassified] layer 3, expert 5, model.layers.3.mlp.experts.5.gate_proj.weight, "
             "model-00001-of-00004.safetensors: 3 of the experts' linears hold I16 [768, 1024]: a format nvfp4prep does "
             "not know"
         ),
+        mildest="warning",
     ),
     Rule(
         "NVP311",
@@ -180,10 +184,16 @@ RULES: tuple[Rule, ...] = (
         "error",
         "headers",
         "not the number of experts that config.json says",
-        why="The router chooses among all experts. One that is missing has no weights to compute with.",
-        fix="Fetch the missing shards, or correct the number of experts in config.json.",
+        why=(
+            "The router chooses among all experts. One that is missing has no weights to compute with; engines have no "
+            "place for one too many."
+        ),
+        fix=(
+            "Fetch the missing shards, or correct the number of experts in config.json, as where more are stored than "
+            "it says."
+        ),
         example=(
-            "error NVP313 [expert-missing] layer 3, experts 120-127: model.layers.3.mlp: 120 experts are stored, 128 "
+            "error NVP313 [expert-missing] layer 3, experts 120-127: model.layers.3.mlp: 120 experts stored, 128 "
             "expected; missing: 120-127"
         ),
     ),
@@ -303,6 +313,7 @@ RULES: tuple[Rule, ...] = (
             "error NVP321 [router-shape] layer 3, model.layers.3.mlp.gate.weight, model-00001-of-00004.safetensors: "
             "scores 120 experts, 128 are stored; fetch the whole checkpoint"
         ),
+        mildest="warning",
     ),
     Rule(
         "NVP322",
@@ -353,6 +364,23 @@ RULES: tuple[Rule, ...] = (
             "warning NVP324 [fused-scale-vector] model.layers.0.feed_forward.experts.gate_up_proj_weight_scale_2, "
             "model-00001-of-00004.safetensors: [128] (96 such scales): vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM load "
             "fused scales of one value only"
+        ),
+    ),
+    Rule(
+        "NVP325",
+        "fp8-scale-missing",
+        "error",
+        "headers",
+        "an FP8 weight without weight_scale",
+        why=(
+            "Nothing tells the weight's values without its scale: an engine that does not stop computes with a scale "
+            "that nobody measured."
+        ),
+        fix="Fetch the shard that holds the scale, or export the checkpoint again.",
+        example=(
+            "error NVP325 [fp8-scale-missing] layer 3, model.layers.3.self_attn.q_proj.weight, "
+            "model-00001-of-00004.safetensors: an FP8 weight without weight_scale, which its values can't be told without; "
+            "export it again"
         ),
     ),
 )

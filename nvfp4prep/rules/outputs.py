@@ -15,11 +15,15 @@ RULES: tuple[Rule, ...] = (
             "The manifest says what an output was made from and how its bytes lie. By a damaged one, or another "
             "output's, they would be read wrong."
         ),
-        fix="Copy the whole output again, or convert its source again.",
+        fix=(
+            "Copy the whole output again, or convert its source again. Where it is a warning the file is ignored; "
+            "remove it if it is not nvfp4prep's."
+        ),
         example=(
             "error NVP801 [manifest-bad] config.json: packed as flashinfer-trtllm/vllm/1 by nvfp4prep.json, but not by "
             "this"
         ),
+        mildest="warning",
     ),
     Rule(
         "NVP802",

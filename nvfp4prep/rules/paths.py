@@ -139,5 +139,6 @@ RULES: tuple[Rule, ...] = (
             "warning NVP010 [stray-file] model-00003-of-00004.safetensors.incomplete: left by an interrupted download; "
             "fetch it again or remove it"
         ),
+        mildest="info",
     ),
 )

@@ -7,17 +7,19 @@ from typing import Literal
 
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
-"""From worst to mildest. error: no conversion makes it right, and `convert` refuses. warning: engines disagree or read
-it wrong as it stands, and `convert` repairs it or says what it can't. info: worth knowing."""
+"""From worst to mildest. error: `convert` refuses as it is asked; some it repairs when asked otherwise (`--impute`,
+`--pre-quant-scale`), and the fix says so. warning: engines disagree or read it wrong as it stands; `convert` repairs it
+or says that it can't. info: worth knowing."""
 
 Level = Literal["headers", "scales", "full"]
 LEVELS: tuple[Level, ...] = ("headers", "scales", "full")
-"""What is read: headers and JSON files; scalars and small tensors too; every byte."""
+"""What is read: headers and JSON files; scalar scales too; every byte and scale of quantised weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule. `severity` is the worst that its findings have; `level` the first that looks for it.
+    """One rule. `severity` is the worst that its findings have, `mildest` the mildest where that differs; `level` the
+    first that looks for it.
 
     `summary` says what is found, in a few words; `why` what goes wrong for whom; `fix` what a person can do about it;
     `example` is a finding as it is printed. Backticks in `why` and `fix` mark what is typed or stands in a file.
@@ -31,3 +33,4 @@ class Rule:
     why: str
     fix: str
     example: str
+    mildest: Severity | None = None

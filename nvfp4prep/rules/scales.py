@@ -17,7 +17,7 @@ RULES: tuple[Rule, ...] = (
         ),
         fix=(
             "Convert with `--impute layer-max`, which takes the maximum of the layer's other experts, or calibrate "
-            "again with more tokens."
+            "again with more tokens. Where the message says that none is left to impute from, only the latter helps."
         ),
         example=(
             "error NVP401 [input-scale-missing] layer 3, experts 5-7, "
@@ -37,7 +37,8 @@ RULES: tuple[Rule, ...] = (
             "where each expert keeps its own, as in vLLM's CUTLASS and SGLang's CuteDSL."
         ),
         fix=(
-            "Convert with `--impute layer-max`, which takes the maximum of the layer's usable ones, or calibrate again."
+            "Convert with `--impute layer-max`, which takes the maximum of the layer's usable ones, or calibrate "
+            "again. Where the message says that none is left to impute from, only the latter helps."
         ),
         example=(
             "error NVP402 [input-scale-bad] layer 3, expert 5, model.layers.3.mlp.experts.5.gate_proj.input_scale, "
@@ -125,6 +126,7 @@ RULES: tuple[Rule, ...] = (
             "model.layers.3.mlp: 1 sets of weight_scale_2 that engines need to be one differ by up to 1.05e+06x; "
             "unified, all block scales of the smaller would vanish; export again"
         ),
+        mildest="warning",
     ),
     Rule(
         "NVP408",
@@ -196,7 +198,7 @@ RULES: tuple[Rule, ...] = (
         "kv-scale-bad",
         "error",
         "scales",
-        "a k_scale or v_scale that is zero, negative, inf or NaN",
+        "a k_scale or v_scale that is zero, negative, inf, NaN or not one float",
         why=(
             "Keys and values are divided by their scale before they go into the KV cache: zero gives inf, and inf or "
             "NaN spoils all that the layer attends to."
@@ -251,6 +253,40 @@ RULES: tuple[Rule, ...] = (
         example=(
             "warning NVP415 [kv-scale-missing] config.json: the KV cache is FP8 by the configuration, but layers 40-47 "
             "have no k_scale and v_scale: engines take 1.0"
+        ),
+    ),
+    Rule(
+        "NVP416",
+        "fp8-scale-bad",
+        "error",
+        "scales",
+        "an FP8 linear's scale that is zero, negative, inf or NaN",
+        why=(
+            "Weights are multiplied by weight_scale and activations divided by input_scale: the linear's outputs "
+            "become zero, inf or NaN, and with them the answer."
+        ),
+        fix="Export the checkpoint again; calibrate again if it is an input_scale.",
+        example=(
+            "error NVP416 [fp8-scale-bad] layer 3, model.layers.3.self_attn.q_proj.input_scale, "
+            "model-00001-of-00004.safetensors: the scale of an FP8 linear is zero (0.0); export it again"
+        ),
+    ),
+    Rule(
+        "NVP417",
+        "input-scale-outlier",
+        "error",
+        "scales",
+        "an input_scale far from those of the other experts",
+        why=(
+            "Where experts share the largest input_scale, one that is a reciprocal or garbage becomes that of the "
+            "whole layer, and the activations of every other expert vanish."
+        ),
+        fix="Calibrate again, or write the right value: input_scale is the largest activation / 2688.",
+        example=(
+            "error NVP417 [input-scale-outlier] layer 3, expert 41, "
+            "model.layers.3.mlp.experts.41.gate_proj.input_scale, model-00001-of-00004.safetensors: "
+            "model.layers.3.mlp w13: 2 of 256 input_scale lie more than 16,384x from the median "
+            "0.00179 (558.545 here): a reciprocal, or a fault; calibrate again"
         ),
     ),
 )

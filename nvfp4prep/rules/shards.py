@@ -78,7 +78,8 @@ RULES: tuple[Rule, ...] = (
         fix="Fetch the shard and the index again, from the same revision.",
         example=(
             "error NVP105 [indexed-tensor-missing] model.layers.12.mlp.experts.40.up_proj.weight_scale, "
-            "model-00002-of-00004.safetensors: in the index but not in the shard; fetch the shard again"
+            "model-00002-of-00004.safetensors: model.safetensors.index.json names it, but the shard does "
+            "not have it; fetch both again"
         ),
     ),
     Rule(
@@ -90,8 +91,8 @@ RULES: tuple[Rule, ...] = (
         why="A loader that goes by the index looks for the tensor in a file that does not hold it.",
         fix="Run `nvfp4prep convert`, which writes the index anew.",
         example=(
-            "warning NVP106 [index-wrong-shard] lm_head.weight, model-00004-of-00004.safetensors: the index says "
-            "model-00001-of-00004.safetensors"
+            "warning NVP106 [index-wrong-shard] lm_head.weight, model-00004-of-00004.safetensors: "
+            "model.safetensors.index.json says model-00001-of-00004.safetensors"
         ),
     ),
     Rule(
@@ -110,7 +111,7 @@ RULES: tuple[Rule, ...] = (
         ),
         example=(
             "warning NVP107 [unindexed-tensors] model.layers.61.eh_proj.weight, mtp.safetensors: 1569 tensors are not "
-            "in the index; convert keeps and indexes them"
+            "in model.safetensors.index.json; convert keeps and indexes them"
         ),
     ),
     Rule(

@@ -15,7 +15,7 @@ RULES: tuple[Rule, ...] = (
             "The kernel has no place for something in the experts: a size, an activation, biases, factors. Packed all "
             "the same they would compute wrong."
         ),
-        fix="Take the target, engine or TP size that the message names, or `--target hf`.",
+        fix="Take the target, engine, TP size or option that the message names, or `--target hf`.",
         example=(
             "error NVP701 [target-refused] layer 3: flashinfer-trtllm/vllm: model.layers.3.mlp: intermediate size 24 "
             "per rank cuts NVFP4's groups of 16; --tp 1, 2, 4, 8, 16 works"
@@ -48,6 +48,20 @@ RULES: tuple[Rule, ...] = (
         example=(
             "error NVP703 [kernel-scale-bad] layer 3, experts 0-127: flashinfer-trtllm/vllm: model.layers.3.mlp: "
             "g1_scale_c would be zero; the product or quotient of its scales does not fit its dtype"
+        ),
+    ),
+    Rule(
+        "NVP704",
+        "activation-scales-dropped",
+        "warning",
+        "headers",
+        "W4A8's activation scales, which a target has no place for",
+        why="The model was calibrated for FP8 activations. Without their scales, activations stay in 16 bits.",
+        fix="Nothing to do where W4A16 will serve; W4A8 kernels need `--target hf` and TensorRT-LLM.",
+        example=(
+            "warning NVP704 [activation-scales-dropped] model.layers.0.mlp.experts.0.down_proj.input_scale, "
+            "model-00001-of-00003.safetensors: 208 linears have scales for FP8 activations (W4A8), which "
+            "pack-quantized has no place for: activations stay 16-bit (W4A16)"
         ),
     ),
 )

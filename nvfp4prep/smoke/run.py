@@ -52,7 +52,7 @@ def subject_of(ckpt: str, options: Options | None, reference: str | None, source
         if source is not None:
             raise UsageFault("--source is for packed outputs; a logical checkpoint is its own source")
         checkpoint = read_checkpoint(ckpt)
-        chosen = options or Options(default_target(checkpoint))
+        chosen = replace(options or Options(default_target(checkpoint)), pre_quant_scale="fold")
         if chosen.target == HF:
             raise InputRefused([Finding("nothing-to-check", "error", "no NVFP4 experts that a packed target takes")])
         return from_prepared(decide(checkpoint, chosen), real)
@@ -88,6 +88,7 @@ def _options_of(packed: Packed) -> Options:
         tp=target.tp,
         ep=target.ep,
         activation_dtype=target.activation_dtype,
+        pre_quant_scale="fold",  # where there is nothing to fold, nothing is
     )
 
 
@@ -97,7 +98,7 @@ def default_target(checkpoint: Checkpoint) -> str:
     for layout in dict.fromkeys((wanted if wanted != HF else "flashinfer-trtllm", "flashinfer-trtllm", "vllm-marlin")):
         target = Target(layout)
         if not check_target(
-            checkpoint.schema, checkpoint.config, checkpoint.weight_only, target, "auto", "layer-max", "refuse"
+            checkpoint.schema, checkpoint.config, checkpoint.weight_only, target, "auto", "layer-max", "fold"
         ):
             return layout
     return HF
