@@ -379,8 +379,8 @@ RULES: tuple[Rule, ...] = (
         fix="Fetch the shard that holds the scale, or export the checkpoint again.",
         example=(
             "error NVP325 [fp8-scale-missing] layer 3, model.layers.3.self_attn.q_proj.weight, "
-            "model-00001-of-00004.safetensors: an FP8 weight without weight_scale, which its values can't be told without; "
-            "export it again"
+            "model-00001-of-00004.safetensors: an FP8 weight without weight_scale, which its values can't be told "
+            "without; export it again"
         ),
     ),
 )
