@@ -603,18 +603,6 @@ REFUSALS: dict[str, tuple[str, Damage, str, list[int], list[int]]] = {
     "biases of up": (
         W4A16, lambda ck: ck.tensors.update({f"{UP3}.bias": torch.ones(128)}), "other biases of up", [0], [],
     ),
-    "too few factors of down": (
-        W4A16, changed(f"{DOWN3}.pre_quant_scale", lambda old: old[:64]), r"\[64\] (where|for) 128", [0], [3],
-    ),
-    "one factor of gate": (
-        W4A16, each(W13, lambda old: old[:1]), r"\[1\] (where|for) 256", [0], [0],
-    ),
-    "factors of another kind": (
-        W4A16, changed(f"{DOWN3}.pre_quant_scale", torch.ones(128, dtype=torch.int32)), r"I32 \[128\]", [0], [3],
-    ),
-    "too few factors of o_proj": (
-        W4A16, changed(f"{O0}.pre_quant_scale", lambda old: old[:64]), r"BF16 \[64\] for 256 inputs", [0], [],
-    ),
     "no norm": (W4A16, damage.drop(r".*post_attention_layernorm\.weight"), "no post_attention_layernorm", LAYERS, []),
     "a norm with a bias": (
         W4A16, lambda ck: ck.tensors.update({NORM0.replace("weight", "bias"): torch.ones(256)}), "has a bias", [0], [],
@@ -644,6 +632,31 @@ def test_refuses(name: str, checkpoint: Fetch, tmp_path: Path) -> None:
     assert re.search(says, findings[0]["message"]), findings[0]["message"]
     assert [finding["layer"] for finding in findings if finding.get("layer") is not None] == layers
     assert findings[0].get("experts", []) == experts
+
+
+MISFITS: dict[str, tuple[Damage, str, list[int]]] = {
+    # damage of W4A16, what the first finding says, its experts
+    "too few factors of down": (
+        changed(f"{DOWN3}.pre_quant_scale", lambda old: old[:64]), r"\[64\] where .* 128 inputs", [3],
+    ),
+    "one factor of gate": (each(W13, lambda old: old[:1]), r"\[1\] where .* 256 inputs", [0]),
+    "factors of another kind": (
+        changed(f"{DOWN3}.pre_quant_scale", torch.ones(128, dtype=torch.int32)), r"I32 \[128\]", [3],
+    ),
+    "too few factors of o_proj": (
+        changed(f"{O0}.pre_quant_scale", lambda old: old[:64]), r"BF16 \[64\] where .* 256 inputs", [],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_refuses_factors_that_do_not_fit(name: str, checkpoint: Fetch, tmp_path: Path) -> None:
+    """As any target does."""
+    change, says, experts = MISFITS[name]
+    findings = refused(damage.damaged(checkpoint(W4A16), tmp_path / "source", change), *FOLD).findings
+    assert {finding["rule"] for finding in findings} == {"pre-quant-scale-shape"}
+    assert re.search(says, findings[0]["message"]), findings[0]["message"]
+    assert (findings[0]["layer"], findings[0].get("experts", [])) == (0, experts)
 
 
 @pytest.mark.parametrize("name", [W4A16, AWQ])

@@ -184,7 +184,7 @@ def tie(ck: Editable) -> None:
 
 def odd_tensors(ck: Editable) -> None:
     """Dtypes, shapes and values that a careless copy loses."""
-    nan_bits = torch.tensor([0x7F800001, 0x7FC12345, -0x400000, 1], dtype=torch.int32)
+    nan_bits = torch.tensor([0x7F800001, 0x7FC12345, -0x400000, 1], dtype=torch.int32).repeat(2)
     ck.tensors |= {
         "model.layers.0.mlp.gate.e_score_correction_bias": nan_bits.view(torch.float32),
         "model.empty.table": torch.empty(0, 7, dtype=torch.float32),
