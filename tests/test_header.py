@@ -20,6 +20,7 @@ from nvfp4prep.header import (
     DTYPE_BITS,
     MAX_HEADER_BYTES,
     HeaderError,
+    Tally,
     TensorInfo,
     build_header,
     header_length,
@@ -183,6 +184,15 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "deep": (file_of(b"[" * 100_000), "not JSON"),
     "list": (file_of([]), "object"),
     "number": (file_of(b"1"), "object"),
+    "metadata twice": (file_of(b'{"__metadata__":{},"__metadata__":{}}'), "'__metadata__' stands twice"),
+    "two tables": (file_of(b"{}{}"), "at byte 2 its end was expected"),
+    "a comma at the end": (file_of(b'{"__metadata__":{},}'), "at byte 19 a name was expected"),
+    "no comma": (file_of(b'{"__metadata__":{} "a":{}}'), "__metadata__"),
+    "an entry cut off": (file_of(b'{"a":{"dtype":"U8"'), "'a'"),
+    "a name cut off": (file_of(b'{"a'), "at byte 1 a name was expected"),
+    "a name of a kilobyte": (file_of({"a" * 1023: entry()}, 4), "a name of 1025 bytes, over 1024"),
+    "a number of 5000 digits": (file_of(b'{"a":{"shape":[' + b"1" * 5000 + b"]}}"), "thousands of digits"),
+    "more bytes than any checkpoint": (one(shape=[1 << 47], offsets=[0, 1 << 47]), "over 100,000,000,000,000 bytes"),
     "key twice": (
         file_of(b'{"a":%b,"a":%b}' % ((json.dumps(entry(shape=[0], offsets=[0, 0])).encode(),) * 2)),
         "twice",
@@ -221,6 +231,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "offsets floats": (one(offsets=[0.0, 4.0]), "'a'"),
     "offsets negative": (one(offsets=[-4, 0]), "'a'"),
     "offsets backwards": (one(offsets=[4, 0]), "'a'"),
+    "offsets minus zero": (file_of(b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[-0,4]}}', 4), "'a'.* negative"),
     "offsets null": (one(offsets=None), "'a'"),
     "too few bytes": (file_of({"a": entry(offsets=[0, 3])}, 3), "needs 4 bytes"),
     "too many bytes": (file_of({"a": entry(offsets=[0, 5])}, 5), "needs 4 bytes"),
@@ -237,8 +248,8 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "byte order mark": (file_of(b"\xef\xbb\xbf{}"), "not JSON"),
 }
 # Stricter than the library: two values for one key are ambiguous.
-# A tensor has no 17 dimensions, and metadata are repeated in every file written.
-STRICTER = {"key twice", "shape of 17 dimensions", "metadata over the limit"}
+# A tensor has no 17 dimensions and no name of a kilobyte; metadata are repeated in every file written.
+STRICTER = {"key twice", "shape of 17 dimensions", "metadata over the limit", "a name of a kilobyte"}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -254,6 +265,32 @@ def test_messages_are_short(shape: list[Any]) -> None:
     with pytest.raises(HeaderError, match="'a'") as caught:
         parse(one(shape=shape))
     assert len(str(caught.value)) < 600
+
+
+def test_a_tally_over_all_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [TensorInfo(f"t{number}", "U8", (4,), "f", 0, 4) for number in range(3)]
+    for limit, allowed, says in (
+        ("MAX_TENSORS", 5, "over 5 tensors"),
+        ("MAX_NAME_BYTES", 300, "names"),
+        ("MAX_TOTAL_BYTES", 20, "20 bytes"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"nvfp4prep.header.{limit}", allowed)
+            tally = Tally()
+            tally.add(tensors)
+            with pytest.raises(HeaderError, match=says):
+                tally.add(tensors)
+
+
+def test_escapes_and_white_space_anywhere() -> None:
+    raw = (
+        b' {\n"\\u0061\\"}" :\t{ "d\\u0074ype": "\\u00558","shape" :[ 4 ] ,"data_offsets": [0,4]\r} ,'
+        b' "__metadata__":{"}":"{\\""} } '
+    )
+    assert library_accepts(file_of(raw, 4))
+    (tensor,), metadata = parse(file_of(raw, 4))
+    assert (tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) == ('a"}', "U8", (4,), 4)
+    assert metadata == {"}": '{"'}
 
 
 def test_sixteen_dimensions_and_a_megabyte_of_metadata() -> None:

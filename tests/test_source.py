@@ -191,6 +191,32 @@ def test_json_limits(tmp_path: Path) -> None:
     assert read_json(tmp_path, damage.INDEX)
 
 
+TOO_MUCH = {
+    "values": ('{"a": [' + "[]," * 2_000_000 + "0]}", "over 4,000,000 values"),
+    "depth": ('{"a":' * 102 + "1" + "}" * 102, "nested over 100 deep"),
+    "great depth": ('{"a":' * 90_000, "nested over 100 deep"),
+    "string": ('{"a": ["' + "x" * 1_000_001 + '"]}', "a string of 1000001 characters"),
+    "key": ('{"' + "x" * 1_000_001 + '": 1}', "a string of 1000001 characters"),
+    "number": ('{"a": {"b": [0, -1' + "0" * 40 + "]}}", r"a\.b\.1 is a number of 41 digits"),
+    "number of a megabyte": ('{"a": ' + "1" * 1_000_000 + "}", "a number of thousands of digits"),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_json_that_would_cost_too_much(name: str, tmp_path: Path) -> None:
+    content, says = TOO_MUCH[name]
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(InputRefused, match=says) as caught:
+        read_json(tmp_path, "config.json")
+    assert caught.value.findings[0].rule == "bad-json"
+
+
+def test_json_just_within_its_limits(tmp_path: Path) -> None:
+    value = {"a": [2**128 - 1, -(2**128) + 1, "x" * 1_000_000], "x" * 1_000_000: json.loads("[" * 99 + "]" * 99)}
+    damage.write_json(tmp_path / "config.json", value)
+    assert read_json(tmp_path, "config.json") == value
+
+
 FILES = ("config.json", "hf_quant_config.json", "nvfp4prep.json", damage.INDEX)
 NOT_WRITABLE = {
     "lone surrogate": r'{"a": "\ud800"}',
