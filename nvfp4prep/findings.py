@@ -101,6 +101,16 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def gaps(ids: Iterable[int], count: int) -> list[range]:
+    """The numbers below `count` that are not in `ids`, as ranges: config.json's count may be anything."""
+    found, position = [], 0
+    for number in (*sorted(ids), count):
+        if number > position:
+            found.append(range(position, number))
+        position = number + 1
+    return found
+
+
 def errors(findings: Iterable[Finding]) -> list[Finding]:
     """Only the findings that refuse a checkpoint."""
     return [finding for finding in findings if finding.severity == "error"]

@@ -23,7 +23,7 @@ from nvfp4prep.dialects import (
     odd_expert_id,
     role_of,
 )
-from nvfp4prep.findings import Finding, counted
+from nvfp4prep.findings import Finding, counted, gaps
 from nvfp4prep.header import TensorInfo, short
 from nvfp4prep.model_config import expert_count
 
@@ -499,16 +499,6 @@ def _one_format(path: str, linears: Sequence[Linear], findings: list[Finding]) -
     return None
 
 
-def _gaps(ids: Iterable[int], count: int) -> list[range]:
-    """The numbers below `count` that are not in `ids`, as ranges: config.json's count may be anything."""
-    gaps, position = [], 0
-    for number in (*sorted(ids), count):
-        if number > position:
-            gaps.append(range(position, number))
-        position = number + 1
-    return gaps
-
-
 def _per_expert_layer(
     path: str, linears: Sequence[Linear], roles: Mapping[str, Role], config: Mapping[str, Any], findings: list[Finding]
 ) -> MoeLayer | None:
@@ -525,7 +515,7 @@ def _per_expert_layer(
         assert role.expert is not None and role.projection is not None
         table[role.expert][role.projection] = linear
     expected = expert_count(config) or max(table) + 1
-    absent = _gaps(table, max(expected, max(table) + 1))
+    absent = gaps(table, max(expected, max(table) + 1))
     if absent or len(table) != expected:
         listed = ", ".join(
             str(gap.start) if gap.stop == gap.start + 1 else f"{gap.start}-{gap.stop - 1}"

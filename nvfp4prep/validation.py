@@ -171,15 +171,16 @@ def _label(options: Options) -> str:
 def _of_targets(checkpoint: Checkpoint, level: Level, targets: Sequence[Options], workers: int) -> list[Finding]:
     """What each target has against the checkpoint; what all of them have is told once, of no target."""
     found = {_label(options): _of_target(checkpoint, level, options, workers) for options in targets}
-    common = [finding for finding in next(iter(found.values())) if all(finding in others for others in found.values())]
-    common = [finding for finding in common if finding.rule not in _OF_TARGETS]
+    shared = set.intersection(*map(set, found.values()))
+    common = {finding for finding in shared if finding.rule not in _OF_TARGETS}
+    told = [finding for finding in next(iter(found.values())) if finding in common]
     own = [
         replace(finding, target=label)
         for label, findings in found.items()
         for finding in findings
         if finding not in common
     ]
-    return common + own
+    return told + own
 
 
 def _of_target(checkpoint: Checkpoint, level: Level, options: Options, workers: int) -> list[Finding]:

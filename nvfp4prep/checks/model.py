@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.dialects import QUANT_PARAMS
-from nvfp4prep.findings import Finding, named, ranges
+from nvfp4prep.findings import Finding, gaps, named
 from nvfp4prep.model_config import is_tied, number_in, sections
 from nvfp4prep.quant_config import CONFIG
 
@@ -71,8 +71,11 @@ def missing_layers(checkpoint: Checkpoint) -> Iterable[Finding]:
         return
     missing = expected - sum(number < expected for number in stored)
     if missing > 0:
-        absent = [number for number in range(min(expected, max(stored) + 2)) if number not in stored]
-        where = f"layers {ranges(absent)} and above" if expected > max(stored) + 2 else named("layer", absent)
+        absent = gaps((number for number in stored if number < expected), expected)
+        spans = [(gap.start, gap.stop - 1) for gap in absent[:_MAX_LISTED]]
+        listed = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+        more = " and more" if len(absent) > _MAX_LISTED else ""
+        where = f"layer{'s' if missing > 1 else ''} {listed}{more}"
         message = (
             f"num_hidden_layers is {expected}, {missing} {'is' if missing == 1 else 'are'} not stored ({where}); fetch "
             "the missing shards, or correct config.json"
