@@ -429,7 +429,7 @@ SPARSE: dict[str, list[tuple[str, str, Sequence[int]]]] = {
     "an expert": [
         t for p in ("gate_proj", "up_proj", "down_proj") for t in nvfp4(f"x.experts.0.{p}", 1 << 19, 1 << 19)
     ],
-    "a finding for each tensor": [t for number in range(20_000) for t in nvfp4(f"model.{number}.up_proj", 1, 16)],
+    "a finding for each tensor": [t for number in range(10_000) for t in nvfp4(f"model.{number}.up_proj", 1, 16)],
     "experts": [
         tensor
         for name, rows, columns in (("gate_up_proj", 32, 16), ("down_proj", 16, 16))
