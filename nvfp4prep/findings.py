@@ -10,6 +10,8 @@ from typing import Any
 
 from nvfp4prep.rules import BY_NAME, Rule, Severity
 
+_MOST_SHOWN = 2000
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -55,11 +57,12 @@ class Finding:
 
     def __str__(self) -> str:
         place = f"{self.place}: " if self.place else ""
-        return printable(f"{self.severity} {self.id} [{self.rule}] {place}{self.message}")
+        return printable(f"{self.severity} {self.id} [{self.rule}] {place}{cut(self.message)}")
 
     def to_json(self) -> dict[str, Any]:
         """The finding as JSON, without empty places; experts as ids, and as a person reads them."""
-        entry: dict[str, Any] = {"id": self.id, "rule": self.rule, "severity": self.severity, "message": self.message}
+        entry: dict[str, Any] = {"id": self.id, "rule": self.rule, "severity": self.severity}
+        entry["message"] = cut(self.message)
         for key in ("file", "tensor", "layer", "projection", "target"):
             if getattr(self, key) is not None:
                 entry[key] = getattr(self, key)
@@ -68,6 +71,11 @@ class Finding:
         if self.values:
             entry["values"] = {key: json_number(value) for key, value in self.values.items()}
         return entry | {"fix": self.entry.fix, "fingerprint": self.fingerprint}
+
+
+def cut(message: str) -> str:
+    """A message of a length that can be read: it may quote a value of any size from a file."""
+    return message if len(message) <= _MOST_SHOWN else f"{message[:_MOST_SHOWN]}... ({len(message):,} characters)"
 
 
 def json_number(value: float) -> float | str:

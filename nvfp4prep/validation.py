@@ -126,7 +126,10 @@ def judge(
     """Every finding about a checkpoint that could be read: see `validate`."""
     findings = [*checkpoint.findings, *checks.found((*checks.HEADERS, *checks.HEADERS_REPAIRED), checkpoint)]
     if level != "headers":
-        findings += checks.found((*checks.SCALES, *checks.SCALES_REPAIRED), checkpoint)
+        try:
+            findings += checks.found((*checks.SCALES, *checks.SCALES_REPAIRED), checkpoint)
+        except InputRefused as refused:  # far too many values: nothing further can be judged
+            return findings + list(refused.findings)
     if level == "full":
         from nvfp4prep.checks import blocks
 

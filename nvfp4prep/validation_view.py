@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from nvfp4prep.findings import Finding
+from nvfp4prep.findings import Finding, cut
 from nvfp4prep.render import STYLE, plain
 from nvfp4prep.rules import SEVERITIES
 from nvfp4prep.validation import Report
@@ -37,7 +37,7 @@ def _rules(found: Report) -> Iterator[Text]:
 
 def _line(finding: Finding) -> str:
     target = f" [{finding.target}]" if finding.target else ""
-    return (f"{finding.place}: " if finding.place else "") + finding.message + target
+    return (f"{finding.place}: " if finding.place else "") + cut(finding.message) + target
 
 
 def _end(found: Report) -> Iterator[Text]:

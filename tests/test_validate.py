@@ -446,3 +446,11 @@ def test_an_interrupt_ends_a_scan_soon(number: int, tmp_path: Path) -> None:
         process.kill()
     assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
     assert time.monotonic() - begun < 20 and "Traceback" not in stderr
+
+
+def test_messages_are_cut(checkpoint: Fetch, tmp_path: Path) -> None:
+    """They may quote a value of any size."""
+    source = damage.damaged(checkpoint(QWEN), tmp_path / "source", lambda ck: ck.set_algo("X" * 900_000))
+    (found,) = [one for one in findings(source, level="headers") if one["rule"] == "algo-contradicts-weights"]
+    assert len(found["message"]) < 2100 and found["message"].endswith(" characters)")
+    assert len(run("validate", source).stdout) < 20_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 
-from nvfp4prep.findings import Finding
+from nvfp4prep.findings import Finding, cut
 from nvfp4prep.rules import SEVERITIES, Rule
 from nvfp4prep.validation import Report
 
@@ -39,7 +39,7 @@ def _inside(name: str) -> bool:
 def one_line(finding: Finding) -> str:
     """Place and message, with the target it is about; not yet escaped."""
     target = f" [{finding.target}]" if finding.target else ""
-    return (f"{finding.place}: " if finding.place else "") + finding.message + target
+    return (f"{finding.place}: " if finding.place else "") + cut(finding.message) + target
 
 
 def counted(report: Report) -> str:
