@@ -175,6 +175,35 @@ _json_option = click.option(
     "--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else there."
 )
 
+_engine_option = click.option(
+    "--engine",
+    type=click.Choice(["vllm", "sglang"]),
+    default="vllm",
+    show_default=True,
+    help="Packed targets: whose padding and parameter names.",
+)
+_tp_option = click.option(
+    "--tp", type=click.IntRange(1, 1024), default=1, show_default=True, help="Packed targets: tensor-parallel ranks."
+)
+_ep_option = click.option(
+    "--ep", type=click.IntRange(1, 1024), default=1, show_default=True, help="Packed targets: expert-parallel ranks."
+)
+_gpu_option = click.option("--gpu", type=click.Choice(_GPUS), help="For --target auto.  [default: the one present]")
+_impute_option = click.option(
+    "--impute",
+    type=click.Choice(["none", "layer-max"]),
+    default="none",
+    show_default=True,
+    help="Missing or unusable input_scale: refuse, or take the layer's maximum.",
+)
+_pre_quant_scale_option = click.option(
+    "--pre-quant-scale",
+    type=click.Choice(["refuse", "fold"]),
+    default="refuse",
+    show_default=True,
+    help="AWQ's factors where a target has no place for them: refuse, or fold them into norms and scales.",
+)
+
 _output_options = [
     click.option("--workers", type=click.IntRange(1, 256), help="Threads.  [default: the CPUs, at most 8]"),
     click.option(
@@ -201,19 +230,9 @@ def _with_output_options(command: Callable[..., None]) -> Callable[..., None]:
     type=click.Choice(_TARGETS),
     help="What to write; repeated: OUT/TARGET each.  [default: hf]",
 )
-@click.option(
-    "--engine",
-    type=click.Choice(["vllm", "sglang"]),
-    default="vllm",
-    show_default=True,
-    help="Packed targets: whose padding and parameter names.",
-)
-@click.option(
-    "--tp", type=click.IntRange(1, 1024), default=1, show_default=True, help="Packed targets: tensor-parallel ranks."
-)
-@click.option(
-    "--ep", type=click.IntRange(1, 1024), default=1, show_default=True, help="Packed targets: expert-parallel ranks."
-)
+@_engine_option
+@_tp_option
+@_ep_option
 @click.option(
     "--activation-dtype",
     type=click.Choice(["bf16", "fp16"]),
@@ -221,7 +240,7 @@ def _with_output_options(command: Callable[..., None]) -> Callable[..., None]:
     show_default=True,
     help="Packed targets: what the engine computes in (Marlin's scales depend on it).",
 )
-@click.option("--gpu", type=click.Choice(_GPUS), help="For --target auto.  [default: the one present]")
+@_gpu_option
 @click.option(
     "--input-scale",
     type=click.Choice(["layer-max", "keep"]),
@@ -236,20 +255,8 @@ def _with_output_options(command: Callable[..., None]) -> Callable[..., None]:
     show_default=True,
     help="Gate/up weight_scale_2: one shared value with rescaled block scales, or two.",
 )
-@click.option(
-    "--impute",
-    type=click.Choice(["none", "layer-max"]),
-    default="none",
-    show_default=True,
-    help="Missing or unusable input_scale: refuse, or take the layer's maximum.",
-)
-@click.option(
-    "--pre-quant-scale",
-    type=click.Choice(["refuse", "fold"]),
-    default="refuse",
-    show_default=True,
-    help="AWQ's factors where a target has no place for them: refuse, or fold them into norms and scales.",
-)
+@_impute_option
+@_pre_quant_scale_option
 @click.option(
     "--max-shard-size", type=_ByteSize(), help="Largest output file.  [default: 5GB, or as in SRC's manifest]"
 )
@@ -451,30 +458,12 @@ def smoke(
     type=click.Choice(_TARGETS),
     help="What it is to become; repeated.  [default: hf]",
 )
-@click.option(
-    "--engine",
-    type=click.Choice(["vllm", "sglang"]),
-    default="vllm",
-    show_default=True,
-    help="Packed targets: whose padding.",
-)
-@click.option("--tp", type=click.IntRange(1, 1024), default=1, show_default=True, help="Packed targets: TP ranks.")
-@click.option("--ep", type=click.IntRange(1, 1024), default=1, show_default=True, help="Packed targets: EP ranks.")
-@click.option("--gpu", type=click.Choice(_GPUS), help="For --target auto.  [default: the one present]")
-@click.option(
-    "--pre-quant-scale",
-    type=click.Choice(["refuse", "fold"]),
-    default="refuse",
-    show_default=True,
-    help="As convert's, for targets without a place for AWQ's factors.",
-)
-@click.option(
-    "--impute",
-    type=click.Choice(["none", "layer-max"]),
-    default="none",
-    show_default=True,
-    help="As convert's: missing and unusable input scales are no error then.",
-)
+@_engine_option
+@_tp_option
+@_ep_option
+@_gpu_option
+@_pre_quant_scale_option
+@_impute_option
 @click.option(
     "--level",
     type=click.Choice(["headers", "scales", "full"]),
@@ -536,8 +525,8 @@ def validate(
 ) -> None:
     """Judge SRC, a directory or Hub repo, by every rule that the level reaches (nvfp4prep rules).
 
-    An error is what no conversion makes right, and convert refuses; a warning what engines disagree about or read
-    wrong as it stands, and convert repairs or names; an info worth knowing.
+    An error is what convert refuses as it is asked; a warning what engines disagree about or read wrong as it stands,
+    and convert repairs or says that it can't; an info worth knowing.
 
     Exit codes: 0 passed; 1 findings reach --fail-on; 2 usage; 3 SRC is no checkpoint; 4 I/O or environment.
     """

@@ -21,7 +21,7 @@ from nvfp4prep.errors import InputRefused
 from nvfp4prep.findings import Finding
 from nvfp4prep.folding import DTYPES, Fold, factors_fit, has_pre_quant_scale
 from nvfp4prep.header import TensorInfo
-from nvfp4prep.numerics import dequantize_nvfp4, pack_nibbles, unpack_nibbles
+from nvfp4prep.numerics import dequantize_nvfp4, pack_nibbles, raw_bytes, unpack_nibbles
 from nvfp4prep.plan import (
     PIECE_BYTES,
     Compress,
@@ -156,7 +156,7 @@ def make_compressed_plan(
     for path, fold_ in folds.items():
         done.add(fold_.norm.name)
         specs[fold_.norm.name] = (fold_.norm.dtype, fold_.norm.shape)
-        steps.append((path, Constant(key_of(folder, fold_.norm.name), raw_bytes(fold_.folded))))
+        steps.append((path, Constant(key_of(folder, fold_.norm.name), bytes(raw_bytes(fold_.folded)))))
     for name, tensor in tensors.items():
         if name not in done:
             specs[name] = (tensor.dtype, tensor.shape)
@@ -266,11 +266,6 @@ def _linear(
 def _reciprocal(value: float) -> float:
     """1 / value rounded to F32."""
     return float((1 / torch.tensor(value, dtype=torch.float64)).to(torch.float32))
-
-
-def raw_bytes(tensor: Tensor) -> bytes:
-    """A tensor's bytes, row-major."""
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 # --- the configuration -----------------------------------------------------------------------------------------------

@@ -168,11 +168,11 @@ def _without_factors(checkpoint: Checkpoint, quant: qc.QuantConfig) -> qc.QuantC
 
 def _instead(folds: Mapping[str, Fold], folder: str, number: int) -> dict[str, Step]:
     """Steps that write folded norms, and the weights divided for them. Raises InputRefused for a quantised reader."""
-    from nvfp4prep.compressed_tensors import raw_bytes
+    from nvfp4prep.numerics import raw_bytes
 
     steps: dict[str, Step] = {}
     for path, fold in folds.items():
-        steps[fold.norm.name] = Constant(key_of(folder, fold.norm.name), raw_bytes(fold.folded))
+        steps[fold.norm.name] = Constant(key_of(folder, fold.norm.name), bytes(raw_bytes(fold.folded)))
         for reader in fold.readers:
             weight = reader.params["weight"]
             if reader.format is not Format.UNQUANTIZED:

@@ -23,6 +23,10 @@ class Stop(Exception):
     exit_code: ClassVar[int]
 
 
+class Stopped(Exception):
+    """A worker saw that another one failed, or that the user interrupted; never leaves the pool."""
+
+
 class CheckFailed(Stop):
     """A check on an output failed."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from nvfp4prep.errors import EnvironmentFault
+from nvfp4prep.errors import EnvironmentFault, Stopped
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.journal import Outcome, finished, line
 from nvfp4prep.plan import (
@@ -56,10 +56,6 @@ class Job:
     resolution: Resolution
     pack: PackJob | None = None
     folds: Mapping[str, Fold] = field(default_factory=dict)
-
-
-class Stopped(Exception):
-    """A worker saw that another one failed, or that the user interrupted."""
 
 
 @dataclass(frozen=True)

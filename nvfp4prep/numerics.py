@@ -22,6 +22,12 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 _CODE_OF_TWICE = tuple(E2M1_VALUES.index(twice / 2) if twice / 2 in E2M1_VALUES else 0 for twice in range(13))
 
 
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's bytes, row-major; not copied where it is contiguous."""
+    flat = tensor.contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+
+
 def pack_nibbles(codes: Tensor, dim: int = -1) -> Tensor:
     """Packs two 4-bit codes to a byte along `dim`, the even index in the low nibble.
 

@@ -30,6 +30,7 @@ from nvfp4prep.layouts.logical import (
     pad_bias,
     positions_where,
 )
+from nvfp4prep.numerics import raw_bytes
 from nvfp4prep.plan import (
     Pack,
     Parameters,
@@ -334,11 +335,6 @@ def run(context: Context, step: Pack | Parameters | Unpack) -> None:
             _unpack(context, step)
 
 
-def _raw_bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
-
-
 def reader(read: Callable[[TensorInfo, int, int], bytes], tensors: Mapping[str, TensorInfo]) -> Read:
     """A Read over source tensors; index e of a fused tensor is its slice e along the first dimension."""
 
@@ -370,11 +366,11 @@ def _pack(context: Context, step: Pack) -> None:
         _count_flushed(context, step, part, facts)
         folder = job.pack.rank_folder(rank)
         for tensor, value in packed.items():
-            context.put(key_of(folder, names[tensor]), _raw_bytes(value), position)
+            context.put(key_of(folder, names[tensor]), raw_bytes(value), position)
         for field, name in raw_bias_names(moe, target).items():
             bias, inner = getattr(part, field), target.geometry(moe, tp_rank).padded_intermediate
             raw = bias if field == "down_bias" else pad_bias(bias, inner)
-            context.put(key_of(folder, name), _raw_bytes(raw), position)
+            context.put(key_of(folder, name), raw_bytes(raw), position)
 
 
 def _expert_facts(context: Context, step: Pack, rank: Rank, position: int) -> LayerFacts:
@@ -425,7 +421,7 @@ def _parameters(context: Context, step: Parameters) -> None:
     assert job.pack is not None
     folder = job.pack.rank_folder(step.rank)
     for name, value in rank_parameters(step.moe, step.rank, job.pack, job.resolution).items():
-        context.put(key_of(folder, name), _raw_bytes(value))
+        context.put(key_of(folder, name), raw_bytes(value))
 
 
 def read_whole(source: Source, key: str) -> Tensor:
@@ -448,7 +444,7 @@ def _unpack(context: Context, step: Unpack) -> None:
         linear = linears[projection]
         assert linear is not None
         info = linear.params[param]
-        context.put(info.name, _raw_bytes(value.to(DTYPES[info.dtype])), step.expert if fused else 0)
+        context.put(info.name, raw_bytes(value.to(DTYPES[info.dtype])), step.expert if fused else 0)
 
 
 def unpack_part(

@@ -39,7 +39,7 @@ from nvfp4prep.scales import Resolution
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, build_schema
 from nvfp4prep.source import INDEX, Source, read_json, read_packed, refuse, verify_unchanged
 from nvfp4prep.targets import IDENTITY, Target, activation_of, expert_problem
-from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space, file_sizes
+from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space
 
 _MAX_RANKS = 1024
 _MAX_EXPERTS = 1 << 16
@@ -344,7 +344,7 @@ def prepare(path: Path, out: Path, *, overwrite: bool) -> Prepared:
     packed = read_packed_output(path)
     source, logical = packed.source, packed.manifest["logical"]
     plan = _plan(packed, logical["metadata"], logical["max_shard_bytes"])
-    check_space(out, plan.nbytes + sum(file_sizes(source.root, source.side_files).values()))
+    check_space(out, plan.nbytes + source.side_bytes())
     return Prepared(packed, plan)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nvfp4prep.header import TensorInfo
+from nvfp4prep.schema import FLOAT_DTYPES
 from nvfp4prep.widening import widened
 
 _GOOD_CODES = bytes(range(0x7F)) + b"\x80"
 """E4M3 codes of block scales that kernels read right: from 0 to 448, and -0."""
-_FLOATS = ("F32", "BF16", "F16")
 
 TEXTS: Mapping[str, str] = {
     "block-scale-nan": "block scales are NaN, and outputs would be; export these weights again",
@@ -25,9 +25,9 @@ def unusable(tensor: TensorInfo, data: bytes) -> dict[str, int]:
     if tensor.name.endswith("weight_scale"):
         if tensor.dtype == "F8_E4M3":
             return _of_codes(data)
-        if tensor.dtype in _FLOATS and len(tensor.shape) == 2:
+        if tensor.dtype in FLOAT_DTYPES and len(tensor.shape) == 2:
             return _counted("int4-scale-bad", tensor.dtype, data, zero=False)
-    elif tensor.name.endswith("pre_quant_scale") and tensor.dtype in _FLOATS:
+    elif tensor.name.endswith("pre_quant_scale") and tensor.dtype in FLOAT_DTYPES:
         return _counted("pre-quant-scale-bad", tensor.dtype, data, zero=True)
     return {}
 

@@ -597,8 +597,3 @@ def fault(path: Path, what: str, error: OSError) -> EnvironmentFault:
     elif error.errno in (errno.EMFILE, errno.ENFILE):
         advice = "; raise the limit (ulimit -n), or use a larger --max-shard-size"
     return EnvironmentFault(f"{path}: {what}: {error.strerror or error}{advice}")
-
-
-def file_sizes(folder: Path, names: Sequence[str]) -> Mapping[str, int]:
-    """Bytes of each side file."""
-    return {name: (folder / name).stat().st_size for name in names}

@@ -15,10 +15,11 @@ import xxhash
 
 from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.checks.model import in_tower
+from nvfp4prep.errors import Stopped
 from nvfp4prep.findings import Finding
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.model_config import is_tied
-from nvfp4prep.schema import GROUP_SIZE, Format, Linear
+from nvfp4prep.schema import FLOAT_DTYPES, GROUP_SIZE, Format, Linear
 from nvfp4prep.source import opened_shards, read_part
 from nvfp4prep.widening import widened
 
@@ -30,10 +31,6 @@ _HALVES = (("gate_proj", "up_proj"), ("w1", "w3"))
 
 Read = Callable[[TensorInfo, int, int], bytes]
 """Bytes of a tensor: from, how many."""
-
-
-class Stopped(Exception):
-    """A worker saw that another one failed, or that the user interrupted."""
 
 
 @dataclass
@@ -286,7 +283,7 @@ def _all_zero(linears: Sequence[Linear], counted: Mapping[str, Sequence[Counts]]
 def _bad_factors(read: Read, linear: Linear) -> Finding | None:
     """NVP604: a pre_quant_scale with which the input can't be multiplied."""
     tensor = linear.params.get("pre_quant_scale")
-    if tensor is None or tensor.dtype not in ("F32", "BF16", "F16"):
+    if tensor is None or tensor.dtype not in FLOAT_DTYPES:
         return None
     values = widened(tensor.dtype, read(tensor, 0, tensor.nbytes))
     bad = ~np.isfinite(values) | (values == 0)
