@@ -26,13 +26,23 @@ _HEADS = frozenset({"lm_head", "output"})
 _EMBEDDINGS = frozenset({"embed_tokens", "embeddings", "tok_embeddings", "wte", "word_embeddings"})
 
 
-def decoder_layers(checkpoint: Checkpoint) -> frozenset[int]:
-    """Layer numbers of the language model: those beside the MoE layers, or the stack that its name or length tells."""
-    return frozenset(_decoder(checkpoint)[1])
+Layers = Mapping[int, set[str]]
+"""What is stored of each layer: names below its number."""
 
 
-def _decoder(checkpoint: Checkpoint) -> tuple[str, Mapping[int, set[str]]]:
-    """The language model's stack of layers ("model.layers"), and what is stored of each: names below its number."""
+def layers(checkpoint: Checkpoint) -> Iterable[Finding]:
+    """NVP223, NVP222 and NVP228: what the language model's layers lack; all names are looked through once for them."""
+    stack, stored = _decoder(checkpoint)
+    yield from _missing_layers(checkpoint, stored)
+    yield from _missing_mtp(checkpoint, stored)
+    yield from _incomplete_layers(checkpoint, stack, stored)
+
+
+def _decoder(checkpoint: Checkpoint) -> tuple[str, Layers]:
+    """The language model's stack of layers ("model.layers"), and what is stored of each.
+
+    It is the one beside the MoE layers, or the one that its name or length tells.
+    """
     stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in checkpoint.source.tensors:
         place = _in_stack(name)
@@ -63,10 +73,9 @@ def in_tower(module: str) -> bool:
     return _TOWER.search(module) is not None
 
 
-def missing_layers(checkpoint: Checkpoint) -> Iterable[Finding]:
+def _missing_layers(checkpoint: Checkpoint, stored: Layers) -> Iterable[Finding]:
     """NVP223: layers below num_hidden_layers of which nothing is stored."""
     expected = number_in(checkpoint.config, "num_hidden_layers", "n_layer")
-    stored = decoder_layers(checkpoint)
     if expected is None or not stored:
         return
     missing = expected - sum(number < expected for number in stored)
@@ -83,18 +92,17 @@ def missing_layers(checkpoint: Checkpoint) -> Iterable[Finding]:
         yield Finding("layers-missing", "error", message, CONFIG)
 
 
-def incomplete_layers(checkpoint: Checkpoint) -> Iterable[Finding]:
+def _incomplete_layers(checkpoint: Checkpoint, stack: str, stored: Layers) -> Iterable[Finding]:
     """NVP228: layers without tensors that at least as many others of their kind have, which have all of theirs too.
 
     Sidecars of quantised weights come and go with their format, and experts are judged elsewhere.
     """
-    stack, layers = _decoder(checkpoint)
     limit = number_in(checkpoint.config, "num_hidden_layers", "n_layer")
     lists = _said_of_layers(checkpoint.config, limit)
     kinds: dict[tuple[str, ...], dict[frozenset[str], list[int]]] = defaultdict(lambda: defaultdict(list))
-    for number in sorted(layers):
+    for number in sorted(stored):
         if limit is None or number < limit:
-            names = {_BELOW_EXPERTS.sub(r"\1experts", name) for name in layers[number]}
+            names = {_BELOW_EXPERTS.sub(r"\1experts", name) for name in stored[number]}
             held = frozenset(name for name in names if name.rpartition(".")[2] not in _SIDECARS)
             kinds[tuple(entries[number] for entries in lists)][held].append(number)
     lacking: dict[frozenset[str], list[int]] = defaultdict(list)
@@ -132,11 +140,11 @@ def _said_of_layers(config: Mapping[str, object], count: int | None) -> list[lis
     return said
 
 
-def missing_mtp(checkpoint: Checkpoint) -> Iterable[Finding]:
+def _missing_mtp(checkpoint: Checkpoint, stored: Layers) -> Iterable[Finding]:
     """NVP222: multi-token-prediction layers promised, none stored."""
     promised = number_in(checkpoint.config, *_MTP_KEYS) or 0
-    layers = number_in(checkpoint.config, "num_hidden_layers", "n_layer")
-    if promised <= 0 or layers is None or any(number >= layers for number in decoder_layers(checkpoint)):
+    count = number_in(checkpoint.config, "num_hidden_layers", "n_layer")
+    if promised <= 0 or count is None or any(number >= count for number in stored):
         return
     if not any(_MTP.search(name) for name in checkpoint.source.tensors):
         key = next(key for key in _MTP_KEYS if number_in(checkpoint.config, key))
