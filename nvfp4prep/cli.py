@@ -166,6 +166,11 @@ _TARGETS = (
     "flashinfer-cutedsl",
     "vllm-cutlass",
     "vllm-marlin",
+    "vllm-marlin-int4",
+    "moe-wna16",
+    "flashinfer-sm90-w4a8",
+    "sglang-w4afp8",
+    "flashinfer-mxint4",
     "auto",
 )
 _BACKENDS = ("auto", "flashinfer-trtllm", "flashinfer-cutlass", "flashinfer-cutedsl", "marlin", "emulator")
@@ -177,10 +182,8 @@ _json_option = click.option(
 
 _engine_option = click.option(
     "--engine",
-    type=click.Choice(["vllm", "sglang"]),
-    default="vllm",
-    show_default=True,
-    help="Packed targets: whose padding and parameter names.",
+    type=click.Choice(["vllm", "sglang", "flashinfer"]),
+    help="Packed targets: whose padding and parameter names.  [default: the first that has the kernel]",
 )
 _tp_option = click.option(
     "--tp", type=click.IntRange(1, 1024), default=1, show_default=True, help="Packed targets: tensor-parallel ranks."
@@ -381,7 +384,7 @@ def unpack(packed: Path, out: Path, workers: int | None, overwrite: bool, as_jso
 @click.option("--source", help="The ModelOpt checkpoint that a packed CKPT was made from.")
 @click.option("--target", type=click.Choice(_TARGETS[2:-1]), help="What a logical CKPT is packed for.  [default: auto]")
 @click.option(
-    "--engine", type=click.Choice(["vllm", "sglang"]), default="vllm", show_default=True, help="With --target."
+    "--engine", type=click.Choice(["vllm", "sglang", "flashinfer"]), help="With --target.  [default: as in convert]"
 )
 @click.option("--backend", type=click.Choice(_BACKENDS), default="auto", show_default=True, help="What runs it.")
 @click.option(
@@ -707,7 +710,8 @@ def _smoke_hook(layers: Any, reports: list[dict[str, Any]], *, shown: bool) -> C
         from nvfp4prep.smoke.check import Settings
         from nvfp4prep.smoke.check import check as run_check
 
-        if not prepared.checkpoint.schema.nvfp4_layers or prepared.options.target == COMPRESSED:
+        packs = prepared.job.pack is not None or bool(prepared.checkpoint.schema.nvfp4_layers)
+        if not packs or prepared.options.target == COMPRESSED:
             return
         try:
             subject = run.subject_of_output(prepared, root)

@@ -124,12 +124,19 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
         )
     else:
         from nvfp4prep import packing
-        from nvfp4prep.folding import fold_all
+        from nvfp4prep.folding import fold_all, has_pre_quant_scale, place_all
         from nvfp4prep.layouts.logical import LayoutError
 
-        folds = fold_all(checkpoint)
-        instead = _instead(folds, key_of(folder, asked.target.common), number)
+        layers = asked.target.layers(schema)
         job = packing.PackJob(asked.target, folder, checkpoint.config, checkpoint.scale_values, {})
+        if asked.target.module.REQUIRES.pre_quant_scale:
+            factors = place_all(checkpoint, layers, options.pre_quant_scale == "fold")
+            rows = frozenset(path for path, placed in factors.items() if placed.rows)
+            job = replace(job, factors=factors, rows=rows)
+        else:
+            folds = fold_all(checkpoint)
+            job = replace(job, rows=frozenset(moe.path for moe in layers if has_pre_quant_scale(moe)))
+        instead = _instead(folds, key_of(folder, asked.target.common), number)
         try:
             job = packing.with_facts(job, source, schema, resolution, workers)
             plan = packing.make_packed_plan(
@@ -402,7 +409,7 @@ def _manifest(prepared: Prepared, number: int, outcome: Outcome, digests: Mappin
 
         manifest["packed"] = packing.manifest_entry(pack, checkpoint.schema)
         manifest["logical"] = packing.logical_entry(
-            checkpoint.schema, prepared.policy, source.metadata, prepared.max_shard_bytes, prepared.quant
+            pack, checkpoint.schema, prepared.policy, source.metadata, prepared.max_shard_bytes, prepared.quant
         )
     return manifest
 

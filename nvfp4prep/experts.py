@@ -6,15 +6,15 @@ Every function has its inverse beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from nvfp4prep.blockscales import half_of, rescale_codes
-from nvfp4prep.layouts.logical import Expert, Matrix
+from nvfp4prep.layouts.logical import Expert, LayoutError, Matrix
 from nvfp4prep.scales import Rescale, RescaleCounts
-from nvfp4prep.schema import GROUP_SIZE, GateUpOrder, Linear, MoeLayer
+from nvfp4prep.schema import Format, GateUpOrder, Linear, MoeLayer
 
 Read = Callable[[str, int | None], Tensor]
 """(tensor name, expert index of a fused tensor or None) -> its stored values; U8 for FP4 pairs and E4M3 codes."""
@@ -32,10 +32,10 @@ class Slice:
 
 
 def load_expert(moe: MoeLayer, index: int, read: Read, rescales: Mapping[str, Rescale]) -> tuple[Expert, RescaleCounts]:
-    """One expert's logical tensors, block scales rescaled where the resolution says so.
+    """One expert's logical tensors, block scales rescaled where the resolution says so; int4 group scales as F32.
 
     Args:
-        moe: an NVFP4 layer.
+        moe: an NVFP4 or int4 layer.
         index: 0 .. E-1.
         read: reads stored tensors.
         rescales: of the resolution, by block-scale tensor name.
@@ -50,6 +50,10 @@ def load_expert(moe: MoeLayer, index: int, read: Read, rescales: Mapping[str, Re
             matrices.append(None)
             continue
         scale = _stored(linear, "weight_scale", None, read)
+        if linear.format is Format.INT4:
+            weight = columns_packed(_stored(linear, "weight", None, read))
+            matrices.append(Matrix(weight, scale.to(torch.float32), linear.group_size))
+            continue
         rescale = rescales.get(linear.params["weight_scale"].name)
         if rescale is not None:
             counts += rescale_codes(scale, rescale, 0)
@@ -107,7 +111,7 @@ def _load_fused(
 def store_expert(expert: Expert, fused: bool, order: GateUpOrder | None) -> dict[tuple[str, str], Tensor]:
     """The inverse of load_expert: tensors by (projection, parameter), in the checkpoint's form.
 
-    Projections are gate, up, down, or gate_up and down when `fused`. Biases stay F32.
+    Projections are gate, up, down, or gate_up and down when `fused`. Biases stay F32, int4 scales in their dtype.
     """
     if not fused:
         table: dict[tuple[str, str], Tensor] = {}
@@ -117,7 +121,8 @@ def store_expert(expert: Expert, fused: bool, order: GateUpOrder | None) -> dict
             ("down", expert.down, expert.down_bias),
         ):
             if matrix is not None:
-                table |= {(projection, "weight"): matrix.weight, (projection, "weight_scale"): matrix.scale}
+                weight = rows_packed(matrix.weight) if matrix.is_int4 else matrix.weight
+                table |= {(projection, "weight"): weight, (projection, "weight_scale"): matrix.scale}
             if bias is not None:
                 table[projection, "bias"] = bias
         return table
@@ -142,6 +147,68 @@ def _merge_halves(gate: Tensor, up: Tensor, order: GateUpOrder) -> Tensor:
     return torch.cat([gate, up], -1)
 
 
+# --- int4 ------------------------------------------------------------------------------------------------------------
+
+
+def columns_packed(weight: Tensor) -> Tensor:
+    """ModelOpt's int4, two rows to a byte, as kernels have it, two columns to a byte.
+
+    Args:
+        weight: U8 [N/2, K], row 2r in the low nibble.
+
+    Returns:
+        U8 [N, K/2], even k in the low nibble.
+    """
+    even, odd = weight[:, 0::2], weight[:, 1::2]
+    rows = torch.stack([(even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)], 1)
+    return rows.view(2 * weight.shape[0], weight.shape[1] // 2)
+
+
+def rows_packed(weight: Tensor) -> Tensor:
+    """The inverse of columns_packed."""
+    even, odd = weight[0::2], weight[1::2]
+    columns = torch.stack([(even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)], 2)
+    return columns.view(weight.shape[0] // 2, 2 * weight.shape[1])
+
+
+def with_row_factors(expert: Expert, factors: Tensor) -> Expert:
+    """An int4 expert whose up takes over down's pre_quant_scale: each row's scales times its factor, F32.
+
+    Exact but for rounding where the activation is linear in up: down(p · act(gate) · up) = down(act(gate) · (p · up)).
+
+    Args:
+        expert: int4, F32 scales.
+        factors: F32 [I].
+    """
+    return replace(expert, up=replace(expert.up, scale=expert.up.scale * factors[:, None]))
+
+
+def with_scales_in(expert: Expert, dtype: torch.dtype) -> tuple[Expert, float]:
+    """An int4 expert with its group scales in the kernel's dtype, by value, and the largest relative error of that.
+
+    Raises:
+        LayoutError: a scale over- or underflows, with its place.
+    """
+    largest = 0.0
+
+    def rounded(projection: str, matrix: Matrix) -> Matrix:
+        nonlocal largest
+        scale = matrix.scale.to(dtype)
+        back = scale.to(torch.float32)
+        lost = ~torch.isfinite(back) | ((back == 0) & (matrix.scale != 0))
+        if bool(lost.any()):
+            row, group = (int(i) for i in lost.nonzero()[0])
+            value, name = float(matrix.scale[row, group]), str(dtype).removeprefix("torch.")
+            raise LayoutError(f"{projection}'s group scale {value:g} at [{row}, {group}] does not fit {name}")
+        error = torch.where(matrix.scale == 0, 0.0, (back / matrix.scale - 1).abs())
+        largest = max(largest, float(error.max()) if error.numel() else 0.0)
+        return replace(matrix, scale=scale)
+
+    gate = None if expert.gate is None else rounded("gate", expert.gate)
+    rounded_ = replace(expert, gate=gate, up=rounded("up", expert.up), down=rounded("down", expert.down))
+    return rounded_, largest
+
+
 # --- TP --------------------------------------------------------------------------------------------------------------
 
 
@@ -151,17 +218,17 @@ def slice_expert(expert: Expert, share: Slice, first_rank: bool) -> Expert:
     rows = slice(share.start, share.end)
 
     def cut_rows(matrix: Matrix) -> Matrix:
-        return Matrix(matrix.weight[rows], matrix.scale[rows])
+        return replace(matrix, weight=matrix.weight[rows], scale=matrix.scale[rows])
 
     columns = slice(share.start // 2, share.end // 2)
-    blocks = slice(share.start // GROUP_SIZE, share.end // GROUP_SIZE)
+    blocks = slice(share.start // expert.down.group, share.end // expert.down.group)
     down_bias = expert.down_bias
     if down_bias is not None and not first_rank:
         down_bias = torch.zeros_like(down_bias)
     return Expert(
         None if expert.gate is None else cut_rows(expert.gate),
         cut_rows(expert.up),
-        Matrix(expert.down.weight[:, columns], expert.down.scale[:, blocks]),
+        replace(expert.down, weight=expert.down.weight[:, columns], scale=expert.down.scale[:, blocks]),
         None if expert.gate_bias is None else expert.gate_bias[rows],
         None if expert.up_bias is None else expert.up_bias[rows],
         down_bias,
@@ -172,9 +239,10 @@ def join_slices(parts: Sequence[Expert]) -> Expert:
     """The inverse of slice_expert over all TP ranks, in rank order."""
 
     def along(dimension: int, matrices: Sequence[Matrix]) -> Matrix:
-        return Matrix(
-            torch.cat([matrix.weight for matrix in matrices], dimension),
-            torch.cat([matrix.scale for matrix in matrices], dimension),
+        return replace(
+            matrices[0],
+            weight=torch.cat([matrix.weight for matrix in matrices], dimension),
+            scale=torch.cat([matrix.scale for matrix in matrices], dimension),
         )
 
     gates = [part.gate for part in parts if part.gate is not None]

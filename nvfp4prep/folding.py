@@ -7,7 +7,7 @@ that norm (router, shared experts) has its columns divided by the factor that th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -47,6 +47,18 @@ class Fold:
     rounding: float
 
 
+@dataclass(frozen=True)
+class Factors:
+    """pre_quant_scale of one MoE layer's experts where the kernel multiplies its inputs by it, the same for all.
+
+    `w13` F32 [H], `w2` F32 [I]; ones where none is stored. `rows`: down's differ and go into the rows of up instead.
+    """
+
+    w13: Tensor
+    w2: Tensor
+    rows: bool
+
+
 def has_pre_quant_scale(moe: MoeLayer) -> bool:
     """Whether any of a layer's experts has one."""
     return any("pre_quant_scale" in linear.params for linear in (*moe.w13, *moe.w2))
@@ -64,6 +76,79 @@ def read_floats(checkpoint: Checkpoint, tensor: TensorInfo) -> Tensor:
     return torch.from_numpy(values.copy()).view(tensor.shape)
 
 
+def place_all(checkpoint: Checkpoint, layers: Sequence[MoeLayer], fold: bool) -> dict[str, Factors]:
+    """What a kernel with a place for pre_quant_scale multiplies its inputs by, by MoE path.
+
+    Args:
+        checkpoint: as read.
+        layers: int4 layers.
+        fold: whether down's may go into the rows of up where experts differ.
+
+    Raises:
+        InputRefused: gate's and up's differ, or down's do and can't move.
+        EnvironmentFault: I/O.
+    """
+    placed: dict[str, Factors] = {}
+    refused: list[Finding] = []
+    for moe in layers:
+        found = _place(checkpoint, moe, fold)
+        if isinstance(found, Finding):
+            refused.append(found)
+        else:
+            placed[moe.path] = found
+    if refused:
+        raise InputRefused(refused)
+    return placed
+
+
+def _place(checkpoint: Checkpoint, moe: MoeLayer, fold: bool) -> Factors | Finding:
+    odd = _odd_factors(moe)
+    if odd is not None:
+        return odd
+    first, differing = _shared_factors(checkpoint, moe.w13, moe.hidden)
+    if differing:
+        return _refused(moe, _differ(differing, moe.w13, "gate/up"), _experts_of(differing))
+    second, differing = _shared_factors(checkpoint, moe.w2, moe.intermediate)
+    if not differing:
+        return Factors(first, second, False)
+    if not fold:
+        message = f"{_differ(differing, moe.w2, 'down')}; --pre-quant-scale fold moves them into up's scales"
+        return _refused(moe, message, _experts_of(differing))
+    problem = _immovable(checkpoint, moe, activation_kind(checkpoint))
+    return problem or Factors(first, torch.ones(moe.intermediate), True)
+
+
+def _shared_factors(checkpoint: Checkpoint, linears: Sequence[Linear], size: int) -> tuple[Tensor, list[Linear]]:
+    """The first linear's pre_quant_scale (ones for none), F32, and the linears that have another."""
+    none = torch.ones(size)
+
+    def factors(linear: Linear) -> Tensor:
+        tensor = linear.params.get("pre_quant_scale")
+        return none if tensor is None else read_floats(checkpoint, tensor)
+
+    first = factors(linears[0])
+    return first, [linear for linear in linears if not torch.equal(factors(linear), first)]
+
+
+def _differ(differing: Sequence[Linear], linears: Sequence[Linear], what: str) -> str:
+    return f"{len(differing)} of {len(linears)} {what} linears have another than the first"
+
+
+def _experts_of(linears: Sequence[Linear]) -> tuple[int, ...]:
+    return tuple(sorted({linear.expert for linear in linears if linear.expert is not None}))
+
+
+def activation_kind(checkpoint: Checkpoint) -> str | None:
+    """The experts' activation, None for one that is not known."""
+    from nvfp4prep import targets
+    from nvfp4prep.layouts.logical import LayoutError
+
+    gated = all(moe.gated for moe in checkpoint.schema.moe_layers)
+    with suppress(LayoutError):
+        return targets.activation_of(checkpoint.config, gated).kind
+    return None
+
+
 def fold_all(checkpoint: Checkpoint) -> dict[str, Fold]:
     """How pre_quant_scale of each MoE layer is folded away.
 
@@ -71,14 +156,7 @@ def fold_all(checkpoint: Checkpoint) -> dict[str, Fold]:
         InputRefused: it can't be.
         EnvironmentFault: I/O.
     """
-    from nvfp4prep import targets
-    from nvfp4prep.layouts.logical import LayoutError
-
-    gated = all(moe.gated for moe in checkpoint.schema.moe_layers)
-    activation: str | None = None
-    with suppress(LayoutError):
-        activation = targets.activation_of(checkpoint.config, gated).kind
-    folds, refused = fold_layers(checkpoint, activation)
+    folds, refused = fold_layers(checkpoint, activation_kind(checkpoint))
     if refused:
         raise InputRefused(refused)
     return folds
@@ -117,11 +195,20 @@ def _problem(checkpoint: Checkpoint, moe: MoeLayer, activation: str | None) -> F
     model_type = str(checkpoint.config.get("model_type", ""))
     if model_type not in _MODEL_TYPES:
         return _refused(moe, f"what reads the norms of model_type {model_type!r} is not known; use --target hf")
+    return _odd_factors(moe) or _immovable(checkpoint, moe, activation)
+
+
+def _odd_factors(moe: MoeLayer) -> Finding | None:
     odd = next((linear for linear in (*moe.w13, *moe.w2) if not factors_fit(linear)), None)
-    if odd is not None:
-        factors = odd.params["pre_quant_scale"]
-        message = f"{factors.name} is {factors.dtype} {list(factors.shape)} where {odd.columns} floats are needed"
-        return _refused(moe, message, () if odd.expert is None else (odd.expert,))
+    if odd is None:
+        return None
+    factors = odd.params["pre_quant_scale"]
+    message = f"{factors.name} is {factors.dtype} {list(factors.shape)} where {odd.columns} floats are needed"
+    return _refused(moe, message, () if odd.expert is None else (odd.expert,))
+
+
+def _immovable(checkpoint: Checkpoint, moe: MoeLayer, activation: str | None) -> Finding | None:
+    """Why down's factors can't go into the rows of up; None when they can, or there are none."""
     on_down = any("pre_quant_scale" in linear.params for linear in moe.w2)
     if on_down and activation != "silu":
         return _refused(
@@ -149,8 +236,7 @@ def _fold(checkpoint: Checkpoint, moe: MoeLayer) -> Fold | Finding | None:
         if tensor is None or not torch.equal(read_floats(checkpoint, tensor), first):
             other.append(linear)
     if other:
-        ids = tuple(sorted({linear.expert for linear in other if linear.expert is not None}))
-        return _refused(moe, f"{len(other)} of {len(moe.w13)} gate/up linears have another than the first", ids)
+        return _refused(moe, _differ(other, moe.w13, "gate/up"), _experts_of(other))
     norm = checkpoint.source.tensors.get(f"{moe.path.rpartition('.')[0]}.{_NORM}.weight")
     if norm is None or norm.dtype not in FLOAT_DTYPES or norm.shape != (moe.hidden,):
         return _refused(moe, f"no {_NORM}.weight of {moe.hidden} values before the block")

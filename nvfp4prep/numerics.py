@@ -149,6 +149,20 @@ def encode_e4m3(x: Tensor) -> Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
+def dequantize_int4(weight: Tensor, scale: Tensor) -> Tensor:
+    """Dequantises a kernel's int4 weight: `code · scale`.
+
+    Args:
+      weight: U8 [N, K/2], even k in the low nibble, two's complement.
+      scale: floating [N, K/group].
+
+    Returns:
+      F32 [N, K].
+    """
+    codes = (unpack_nibbles(weight, 1) ^ 8).to(torch.float32) - 8
+    return codes * scale.to(torch.float32).repeat_interleave(codes.shape[1] // scale.shape[1], 1)
+
+
 def dequantize_nvfp4(
     weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor | float, dtype: torch.dtype = torch.float32
 ) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -10,7 +10,7 @@ from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.errors import InputRefused
 from nvfp4prep.findings import Finding
 from nvfp4prep.scales import ImputePolicy, InputScalePolicy, ScalePolicy
-from nvfp4prep.schema import Format, Linear, Schema
+from nvfp4prep.schema import Format, Linear, MoeLayer, Schema
 
 if TYPE_CHECKING:
     from nvfp4prep.layouts.logical import ActivationDtype, Engine
@@ -25,7 +25,7 @@ COMPRESSED = "compressed-tensors"
 class Options:
     """What the command line asks for, for one target. `max_shard_bytes` None: the previous run's, or 5 GB.
 
-    `engine`, `tp`, `ep` and `activation_dtype` are for packed targets.
+    `engine` (None: the first that has the kernel), `tp`, `ep` and `activation_dtype` are for packed targets.
     """
 
     target: str = "hf"
@@ -34,7 +34,7 @@ class Options:
     impute: ImputePolicy = "none"
     pre_quant_scale: PreQuantChoice = "refuse"
     max_shard_bytes: int | None = None
-    engine: Engine = "vllm"
+    engine: Engine | None = None
     tp: int = 1
     ep: int = 1
     activation_dtype: ActivationDtype = "bf16"
@@ -77,7 +77,9 @@ def ask(checkpoint: Checkpoint, options: Options) -> Ask:
     from nvfp4prep import targets
 
     schema, config = checkpoint.schema, checkpoint.config
-    target = targets.Target(options.target, options.engine, options.tp, options.ep, options.activation_dtype)
+    layout = targets.layout_of(options.target, schema)
+    engine = targets.engine_of(layout, options.engine)
+    target = targets.Target(layout, engine, options.tp, options.ep, options.activation_dtype)
     refused = targets.check_target(
         schema,
         config,
@@ -92,14 +94,19 @@ def ask(checkpoint: Checkpoint, options: Options) -> Ask:
     w13 = targets.w13_policy_of(schema, config, target, options.w13_scale)
     if target.module.REQUIRES.input_scales:
         return Ask(ScalePolicy(options.input_scale, w13, options.impute), checkpoint.weight_only, target)
-    unscaled = frozenset(linear.module for linears in _sharing(schema) if _none_stored(linears) for linear in linears)
+    unscaled = frozenset(
+        linear.module
+        for linears in _sharing(schema, target.layers(schema))
+        if _none_stored(linears)
+        for linear in linears
+    )
     policy = ScalePolicy(options.input_scale, w13, "layer-max")
     return Ask(policy, checkpoint.weight_only | unscaled, target)
 
 
-def _sharing(schema: Schema) -> Iterator[tuple[Linear, ...]]:
-    """NVFP4 linears by what their input scales are resolved with: a MoE layer, a fusion group, itself."""
-    layers = [(*moe.w13, *moe.w2) for moe in schema.nvfp4_layers]
+def _sharing(schema: Schema, packed: Sequence[MoeLayer]) -> Iterator[tuple[Linear, ...]]:
+    """Linears by what their input scales are resolved with: a packed MoE layer, an NVFP4 fusion group, itself."""
+    layers = [(*moe.w13, *moe.w2) for moe in packed]
     groups = [group.members for group in schema.nvfp4_groups]
     yield from layers
     yield from groups

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from nvfp4prep.errors import InputRefused
-from nvfp4prep.experts import Read, join_slices, load_expert, slice_expert, store_expert
+from nvfp4prep.experts import (
+    Read,
+    Slice,
+    join_slices,
+    load_expert,
+    slice_expert,
+    store_expert,
+    with_row_factors,
+    with_scales_in,
+)
 from nvfp4prep.findings import Finding
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.layouts import flashinfer_trtllm, vllm_marlin
@@ -51,15 +60,17 @@ from nvfp4prep.plan import (
 )
 from nvfp4prep.quant_config import QuantConfig, hf_quant_config, quantization_config
 from nvfp4prep.scales import E4M3_NAN, F32_MIN_NORMAL, RescaleCounts, Resolution, ScalePolicy, fault, output_shape
-from nvfp4prep.schema import SCALAR_PARAMS, Linear, MoeLayer, Schema, dialect_of
+from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, dialect_of
 from nvfp4prep.source import Source, read_slice, read_tensor
 from nvfp4prep.targets import IDENTITY, Target, activation_of, has_biases
 
 if TYPE_CHECKING:
     from nvfp4prep.execute import Context
+    from nvfp4prep.folding import Factors
 
 DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
+    "I8": torch.int8,
     "F8_E4M3": torch.uint8,
     "I32": torch.int32,
     "F32": torch.float32,
@@ -74,7 +85,8 @@ class PackJob:
     """How one packed target works.
 
     `raw` are the stored input scales and weight_scale_2 by tensor name; `facts` what each layer and rank needs
-    (`layer_facts`), filled after the survey.
+    (`layer_facts`), filled after the survey. `factors` are those that the kernel multiplies inputs by, by MoE path;
+    `rows` the paths of layers whose down's pre_quant_scale goes into the rows of up.
     """
 
     target: Target
@@ -82,6 +94,8 @@ class PackJob:
     config: Mapping[str, Any]
     raw: Mapping[str, tuple[float, ...]]
     facts: Mapping[tuple[str, Rank], LayerFacts]
+    factors: Mapping[str, Factors] = field(default_factory=dict)
+    rows: frozenset[str] = frozenset()
 
     def activation(self, moe: MoeLayer) -> Activation:
         return activation_of(self.config, moe.gated)
@@ -128,29 +142,45 @@ def _column(
 
 
 def rank_scales(moe: MoeLayer, experts: range, resolution: Resolution) -> Scales:
-    """Global scales of a rank's experts; w13_input is the larger of gate's and up's (they differ under `keep`)."""
+    """Global scales of a rank's experts; w13_input is the larger of gate's and up's (they differ under `keep`).
+
+    int4 has no global scales (W4A8's weight_scale_2 is no factor of the weight): ones.
+    """
     column = {
         (projection, param): _column(moe, projection, param, experts, resolution.values)
         for projection in projections(moe)
         for param in ("weight_scale_2", "input_scale")
     }
-    up, down = column["up", "weight_scale_2"], column["down", "weight_scale_2"]
+    gate, up, down = (column.get((projection, "weight_scale_2")) for projection in ("gate", "up", "down"))
+    if moe.format is Format.INT4:
+        up = down = torch.ones(len(experts))
+        gate = up if moe.gated else None
     assert up is not None
     assert down is not None
     w13_input, gate_input = column["up", "input_scale"], column.get(("gate", "input_scale"))
     if w13_input is not None and gate_input is not None:
         w13_input = torch.maximum(w13_input, gate_input)
-    return Scales(column.get(("gate", "weight_scale_2")), up, down, w13_input, column["down", "input_scale"])
+    return Scales(gate, up, down, w13_input, column["down", "input_scale"])
+
+
+def with_factors(scales: Scales, factors: Factors | None, share: Slice) -> Scales:
+    """The scales with what the kernel multiplies a rank's inputs by, if anything."""
+    if factors is None:
+        return scales
+    return replace(scales, w13_factors=factors.w13, w2_factors=factors.w2[share.start : share.end].contiguous())
 
 
 def own_scalars(
-    moe: MoeLayer, experts: range, job: PackJob, resolution: Resolution, scalars: Mapping[str, Tensor]
+    moe: MoeLayer, experts: range, job: PackJob, resolution: Resolution, scales: Scales, scalars: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Everything under `nvfp4prep.`: the kernel's scalars, the logical scales behind them, the stored input scales.
 
-    F32 [E]. raw_input_scale is the larger of gate's and up's, NaN where none is stored.
+    F32 [E]; factors on inputs [H] and [I]. raw_input_scale is the larger of gate's and up's, NaN where none is stored.
     """
     table = dict(scalars)
+    for gemm, values in (("w13", scales.w13_factors), ("w2", scales.w2_factors)):
+        if values is not None:
+            table[f"{gemm}_pre_quant_scale"] = values
     for projection in projections(moe):
         for param in ("weight_scale_2", "input_scale"):
             column = _column(moe, projection, param, experts, resolution.values)
@@ -173,21 +203,22 @@ def rank_parameters(moe: MoeLayer, rank: Rank, job: PackJob, resolution: Resolut
     """All small tensors of a layer and rank, by full name. Raises LayoutError."""
     target = job.target
     experts = target.experts(moe, rank.ep)
-    kernel, engine = _small_tensors(moe, rank, job, resolution)
-    own = own_scalars(moe, experts, job, resolution, kernel)
+    scales, kernel, engine = _small_tensors(moe, rank, job, resolution)
+    own = own_scalars(moe, experts, job, resolution, scales, kernel)
     named = {target.prefix(moe) + name: value for name, value in engine.items()}
     return named | {target.own_prefix(moe) + name: value for name, value in own.items()}
 
 
 def _small_tensors(
     moe: MoeLayer, rank: Rank, job: PackJob, resolution: Resolution
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The kernel's scalars and the engine's parameters. Raises LayoutError."""
+) -> tuple[Scales, dict[str, Tensor], dict[str, Tensor]]:
+    """The logical scales, the kernel's scalars and the engine's parameters. Raises LayoutError."""
     target = job.target
     facts = job.facts.get((moe.path, rank), LayerFacts(target.engine, target.activation_dtype))
     scales = rank_scales(moe, target.experts(moe, rank.ep), resolution)
+    scales = with_factors(scales, job.factors.get(moe.path), target.share(moe, rank.tp))
     scalars = target.module.scalars(scales, job.activation(moe), facts)
-    return scalars, target.module.parameters(scales, scalars, facts)
+    return scales, scalars, target.module.parameters(scales, scalars, facts)
 
 
 def scalar_findings(layers: Sequence[MoeLayer], job: PackJob, resolution: Resolution) -> list[Finding]:
@@ -198,7 +229,7 @@ def scalar_findings(layers: Sequence[MoeLayer], job: PackJob, resolution: Resolu
         for rank in job.target.ranks():
             experts = job.target.experts(moe, rank.ep)
             try:
-                kernel, engine = _small_tensors(moe, rank, job, resolution)
+                _, kernel, engine = _small_tensors(moe, rank, job, resolution)
             except LayoutError as error:
                 findings[_refused(moe, job.target, str(error), [experts[p] for p in error.positions])] = None
                 continue
@@ -210,7 +241,8 @@ def scalar_findings(layers: Sequence[MoeLayer], job: PackJob, resolution: Resolu
                 if bool(wrong.any()):
                     kind = fault(float(wide[wrong].flatten()[0])) or "zero"
                     rows = wrong.flatten(1).any(1) if wrong.ndim > 1 else wrong
-                    ids = [experts[p] for p in positions_where(rows)] if wrong.ndim else []
+                    of_experts = wrong.ndim and wrong.shape[0] == len(experts)
+                    ids = [experts[p] for p in positions_where(rows)] if of_experts else []
                     message = f"{name} would be {kind}; the product or quotient of its scales does not fit its dtype"
                     findings[_refused(moe, job.target, message, ids)] = None
     return list(findings)
@@ -245,7 +277,7 @@ def raw_bias_names(moe: MoeLayer, target: Target) -> dict[str, str]:
 def packed_names(moe: MoeLayer, target: Target, config: Mapping[str, Any]) -> frozenset[str]:
     """Full names of a layer's tensors under the engine's names, small ones too."""
     ones = torch.ones(1)
-    scales = Scales(ones if moe.gated else None, ones, ones, ones, ones)
+    scales = Scales(ones if moe.gated else None, ones, ones, ones, ones, ones, ones)
     facts = LayerFacts(target.engine, target.activation_dtype)
     scalars = target.module.scalars(scales, activation_of(config, moe.gated), facts)
     small = {target.prefix(moe) + name for name in target.module.parameters(scales, scalars, facts)}
@@ -272,7 +304,7 @@ def make_packed_plan(
     Args: as `plan.make_plan`; `job` (`with_facts` has passed) and its index `number`; `resolution` only for the shapes
         of small tensors; `instead` as in `plan.logical_steps`.
     """
-    target, layers = job.target, schema.nvfp4_layers
+    target, layers = job.target, job.target.layers(schema)
     skip = frozenset(linear.module for moe in layers for linear in (*moe.w13, *moe.w2))
     common = key_of(job.folder, target.common)
     specs, steps, imputed = logical_steps(tensors, schema, policy, weight_only, skip, instead, common, number)
@@ -310,8 +342,8 @@ def stacked_specs(moe: MoeLayer, rank: Rank, target: Target) -> dict[str, Spec]:
     geometry = target.geometry(moe, rank.tp)
     shapes = target.module.shapes(geometry)
     specs = {names[tensor]: (dtype, (count, *shape)) for tensor, (dtype, shape) in shapes.items()}
-    for field, name in raw_bias_names(moe, target).items():
-        size = geometry.hidden if field == "down_bias" else geometry.padded_intermediate
+    for bias_field, name in raw_bias_names(moe, target).items():
+        size = geometry.hidden if bias_field == "down_bias" else geometry.padded_intermediate
         specs[name] = ("F32", (count, size))
     return specs
 
@@ -348,13 +380,46 @@ def reader(read: Callable[[TensorInfo, int, int], bytes], tensors: Mapping[str, 
     return read_tensor
 
 
+def logical_expert(
+    moe: MoeLayer, index: int, job: PackJob, resolution: Resolution, read: Read
+) -> tuple[Expert, RescaleCounts, float]:
+    """One expert as it is packed, with what rescaling its block scales did, and the rounding of int4 group scales.
+
+    Raises:
+        LayoutError: an int4 scale that the kernel's dtype can't hold.
+    """
+    expert, counts = load_expert(moe, index, read, resolution.rescales)
+    if moe.format is not Format.INT4:
+        return expert, counts, 0.0
+    if moe.path in job.rows:
+        expert = with_stored_row_factors(expert, moe, index, read)
+    dtype = torch.float16 if job.target.activation_dtype == "fp16" else torch.bfloat16
+    expert, rounding = with_scales_in(expert, dtype)
+    return expert, counts, rounding
+
+
+def with_stored_row_factors(expert: Expert, moe: MoeLayer, index: int, read: Read) -> Expert:
+    """An int4 expert whose up takes over the pre_quant_scale that is stored of down, if any."""
+    factors = moe.experts[index].down.params.get("pre_quant_scale")
+    return expert if factors is None else with_row_factors(expert, read(factors.name, None).to(torch.float32))
+
+
 def _pack(context: Context, step: Pack) -> None:
     job = context.jobs[step.job]
     assert job.pack is not None
     target, moe = job.pack.target, step.moe
     read = reader(context.read, context.source.tensors)
-    expert, counts = load_expert(moe, step.expert, read, job.resolution.rescales)
+    try:
+        expert, counts, rounding = logical_expert(moe, step.expert, job.pack, job.resolution, read)
+    except LayoutError as error:
+        if context.outcome.unusable:  # refuses the run at its end, by its own name
+            return
+        raise InputRefused([_refused(moe, target, str(error), [step.expert])]) from None
     _count_rescaled(context, step, counts)
+    if rounding:
+        with context.lock:
+            key = (step.job, "scales")
+            context.outcome.rounding[key] = max(context.outcome.rounding.get(key, 0.0), rounding)
     ep_rank, position = divmod(step.expert, moe.expert_count // target.ep)
     names = stacked_names(moe, target)
     for tp_rank in range(target.tp):
@@ -367,9 +432,9 @@ def _pack(context: Context, step: Pack) -> None:
         folder = job.pack.rank_folder(rank)
         for tensor, value in packed.items():
             context.put(key_of(folder, names[tensor]), raw_bytes(value), position)
-        for field, name in raw_bias_names(moe, target).items():
-            bias, inner = getattr(part, field), target.geometry(moe, tp_rank).padded_intermediate
-            raw = bias if field == "down_bias" else pad_bias(bias, inner)
+        for bias_field, name in raw_bias_names(moe, target).items():
+            bias, inner = getattr(part, bias_field), target.geometry(moe, tp_rank).padded_intermediate
+            raw = bias if bias_field == "down_bias" else pad_bias(bias, inner)
             context.put(key_of(folder, name), raw_bytes(raw), position)
 
 
@@ -460,7 +525,7 @@ def unpack_part(
     facts = stored_facts(moe, rank, position, target, lambda key: read(key, None))
     geometry = target.geometry(moe, rank.tp)
     expert = target.module.unpack(packed, geometry, facts)
-    raw = {field: read(key_of(folder, name), position) for field, name in raw_bias_names(moe, target).items()}
+    raw = {bias_field: read(key_of(folder, name), position) for bias_field, name in raw_bias_names(moe, target).items()}
     if not raw:
         return expert
     inner = geometry.intermediate
@@ -506,7 +571,7 @@ def fact_names(moe: MoeLayer, target: Target) -> tuple[str, ...]:
 def manifest_entry(job: PackJob, schema: Schema) -> dict[str, Any]:
     """Layout id, engine, geometry before and after padding, TP and EP."""
     target = job.target
-    layers = schema.nvfp4_layers
+    layers = target.layers(schema)
     sizes = {}
     for moe in layers:
         geometries = [target.geometry(moe, tp) for tp in range(target.tp)]
@@ -519,6 +584,8 @@ def manifest_entry(job: PackJob, schema: Schema) -> dict[str, Any]:
             "intermediate_per_rank": [geometry.intermediate for geometry in geometries],
             "padded_intermediate_per_rank": geometries[0].padded_intermediate,
         }
+        if moe.format is Format.INT4:
+            shape["group_size"] = geometries[0].group
         sizes[moe.path] = shape
     return {
         "layout": target.layout_id,
@@ -533,7 +600,12 @@ def manifest_entry(job: PackJob, schema: Schema) -> dict[str, Any]:
 
 
 def logical_entry(
-    schema: Schema, policy: ScalePolicy, metadata: Mapping[str, str], max_shard_bytes: int, quant: QuantConfig
+    job: PackJob,
+    schema: Schema,
+    policy: ScalePolicy,
+    metadata: Mapping[str, str],
+    max_shard_bytes: int,
+    quant: QuantConfig,
 ) -> dict[str, Any]:
     """What `unpack` needs to write the `hf` checkpoint again: specs of the experts' own tensors, and the configs."""
     return {
@@ -541,19 +613,22 @@ def logical_entry(
         "max_shard_bytes": max_shard_bytes,
         "quantization_config": quantization_config(quant),
         "hf_quant_config": hf_quant_config(quant),
-        "moe": [_moe_entry(moe, policy) for moe in schema.nvfp4_layers],
+        "moe": [_moe_entry(moe, policy, job.factors.get(moe.path)) for moe in job.target.layers(schema)],
     }
 
 
-def _moe_entry(moe: MoeLayer, policy: ScalePolicy) -> dict[str, Any]:
+def _moe_entry(moe: MoeLayer, policy: ScalePolicy, factors: Factors | None) -> dict[str, Any]:
     dialect = dialect_of(moe)
     table = {}
     first = {"gate_up": moe.gate_up, "down": moe.down} if moe.gate_up else dict(_linears(moe, 0))
     for projection, linear in first.items():
         if linear is None:
             continue
-        kept = {param: info for param, info in linear.params.items() if param != "pre_quant_scale"}  # folded away
+        folded = factors is None or (projection == "down" and factors.rows)
+        kept = {param: info for param, info in linear.params.items() if param != "pre_quant_scale" or not folded}
         specs = {param: [info.dtype, list(info.shape)] for param, info in kept.items()}
+        if moe.format is Format.INT4:
+            specs["weight_scale"][0] = "F32"
         wanted = [*linear.params, *(["input_scale"] if _has_input_scale(moe) else [])]
         for param in SCALAR_PARAMS:
             if param in wanted:
@@ -579,7 +654,7 @@ def with_facts(job: PackJob, source: Source, schema: Schema, resolution: Resolut
     with source.reader() as ranges:
         from_source = reader(partial(read_slice, ranges), source.tensors)
         found = replace(job, facts=layer_facts(schema, job.target, resolution, from_source, workers))
-        refused = scalar_findings(schema.nvfp4_layers, found, resolution) or bias_findings(
+        refused = scalar_findings(job.target.layers(schema), found, resolution) or bias_findings(
             schema, found, resolution, from_source, workers
         )
     if refused:
@@ -592,7 +667,7 @@ def bias_findings(schema: Schema, job: PackJob, resolution: Resolution, read: Re
     target = job.target
     if target.module.REQUIRES.alphas != 2:
         return []
-    layers = [moe for moe in schema.nvfp4_layers if has_biases(moe)]
+    layers = [moe for moe in target.layers(schema) if has_biases(moe)]
     activation = {moe.path: job.activation(moe) for moe in layers}
     plain = LayerFacts(target.engine, target.activation_dtype)
     tables = {
@@ -633,7 +708,7 @@ def layer_facts(
         InputRefused: block scales that the layout has no code for.
     """
     plain = LayerFacts(target.engine, target.activation_dtype)
-    layers = schema.nvfp4_layers
+    layers = target.layers(schema)
     if not target.module.REQUIRES.block_scale_maximum:
         return {(moe.path, rank): plain for moe in layers for rank in target.ranks()}
 

@@ -200,8 +200,9 @@ def targets(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         if row["target"] != before:
             before = row["target"]
             lines.append(plain(f"{row['target']}", style="bold"))
-            lines.append(plain(f"  kernel {row['kernel']}; GPUs {row['gpus']}"))
+            lines.append(plain(f"  kernel {row['kernel']}; experts {row['experts']}; GPUs {row['gpus']}"))
             needs = f"gate/up scales: {row['alphas']}; input_scale: {row['input_scale']}; biases: {row['biases']}"
-            lines.append(plain(f"  {needs}; TP and EP; EPLB: {row['eplb']}"))
+            lines.append(plain(f"  {needs}; pre_quant_scale: {row['pre_quant_scale']}"))
+            lines.append(plain(f"  TP and EP; EPLB: {row['eplb']}"))
         lines.append(plain(f"  {row['engine']} ({row['backend']}): {row['alignment']}; id {row['layout_id']}"))
     return Group(*lines)

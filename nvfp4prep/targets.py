@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from nvfp4prep.experts import Slice
 from nvfp4prep.findings import Finding
@@ -16,12 +16,14 @@ from nvfp4prep.layouts.logical import (
     Engine,
     Geometry,
     LayoutError,
+    Requires,
     plan_geometry,
 )
 from nvfp4prep.plan import Rank
 from nvfp4prep.scales import F32_MIN_NORMAL, InputScalePolicy, W13ScalePolicy
-from nvfp4prep.schema import FLOAT_DTYPES, SCALAR_PARAMS, MoeLayer, Schema
+from nvfp4prep.schema import FLOAT_DTYPES, SCALAR_PARAMS, Format, MoeLayer, Schema
 
+Activations = Literal["16-bit", "NVFP4", "E4M3"]
 HF = "hf"
 IDENTITY = "nvfp4prep"
 """The key of a packed file's metadata that says which layout and rank it is of."""
@@ -66,9 +68,21 @@ class Target:
         return f"{self.layout}/{self.engine}/{self.module.VERSION}"
 
     @property
+    def activations(self) -> Activations:
+        """What the kernel makes of a GEMM's input before it multiplies."""
+        requires = self.module.REQUIRES
+        if not requires.input_scales:
+            return "16-bit"
+        return "NVFP4" if requires.format is Format.NVFP4 else "E4M3"
+
+    @property
     def flat(self) -> bool:
         """Everything in one folder with one index: there is one rank."""
         return self.tp == 1 and self.ep == 1
+
+    def layers(self, schema: Schema) -> tuple[MoeLayer, ...]:
+        """The MoE layers that are packed: those with experts of the layout's format."""
+        return schema.layers_of(self.module.REQUIRES.format)
 
     def ranks(self) -> Iterator[Rank]:
         """All ranks, TP fastest."""
@@ -123,6 +137,8 @@ class Target:
             intermediate=moe.intermediate // self.tp,
             gated=moe.gated,
             biased=has_biases(moe),
+            group=moe.w2[0].group_size,
+            activation_dtype=self.activation_dtype,
         )
 
 
@@ -168,6 +184,17 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def layout_of(name: str, schema: Schema) -> str:
+    """The layout of a packed target's name: `vllm-marlin` has one for each format of experts."""
+    int4 = not schema.nvfp4_layers and bool(schema.layers_of(Format.INT4))
+    return "vllm-marlin-int4" if name == "vllm-marlin" and int4 else name
+
+
+def engine_of(layout: str, asked: Engine | None) -> Engine:
+    """The engine asked for, or the first that has the layout's kernel."""
+    return asked if asked is not None else next(iter(LAYOUTS[layout].REQUIRES.engines))
+
+
 def target_for(capability: str | None) -> str:
     """`--target auto`: the target for a GPU's compute capability (sm100), or hf without a GPU."""
     if capability is None:
@@ -209,7 +236,7 @@ def w13_policy(target: Target, asked: str, activation: Activation) -> W13ScalePo
 
 def w13_policy_of(schema: Schema, config: Mapping[str, Any], target: Target, asked: str) -> W13ScalePolicy:
     """The one policy for all layers: unify as soon as one layer needs it. `check_target` has passed."""
-    policies = {w13_policy(target, asked, activation_of(config, moe.gated)) for moe in schema.nvfp4_layers}
+    policies = {w13_policy(target, asked, activation_of(config, moe.gated)) for moe in target.layers(schema)}
     return "unify" if "unify" in policies else "split"
 
 
@@ -228,16 +255,21 @@ def check_target(
         names = ", ".join(requires.engines)
         return [
             _error(
-                f"{target.engine} {ENGINE_VERSIONS[target.engine]} has no such NVFP4 experts; use --engine {names}",
+                f"{target.engine} {ENGINE_VERSIONS[target.engine]} has no such {requires.format.value} experts; use --engine {names}",
                 target,
             )
         ]
-    if not schema.nvfp4_layers:
-        return [_error("no MoE layer with NVFP4 experts to pack; use --target hf", target)]
+    if target.activation_dtype not in requires.activation_dtypes:
+        dtypes = ", ".join(requires.activation_dtypes)
+        return [_error(f"the kernel does not compute in {target.activation_dtype}; use {dtypes}", target)]
+    layers = target.layers(schema)
+    if not layers:
+        return [_error(_no_layers(schema, requires.format), target)]
     findings = []
-    for moe in schema.nvfp4_layers:
+    for moe in layers:
         problem = _problem(moe, config, weight_only, target, w13_scale)
-        if pre_quant_scale != "fold" and any("pre_quant_scale" in linear.params for linear in (*moe.w13, *moe.w2)):
+        scaled = any("pre_quant_scale" in linear.params for linear in (*moe.w13, *moe.w2))
+        if scaled and pre_quant_scale != "fold" and not requires.pre_quant_scale:
             problem = "no place for the experts' pre_quant_scale (AWQ); --pre-quant-scale fold folds it away"
         if problem:
             findings.append(_error(f"{moe.path}: {problem}", target, moe))
@@ -246,6 +278,15 @@ def check_target(
             _error("the kernel takes one input scale per layer: --input-scale keep is for vllm-cutlass", target)
         )
     return findings
+
+
+def _no_layers(schema: Schema, wanted: Format) -> str:
+    """That there is nothing for a target to pack, and which targets there are for what is there."""
+    for present in (Format.NVFP4, Format.INT4):
+        if present is not wanted and schema.layers_of(present):
+            names = [layout.NAME for layout in LAYOUTS.values() if layout.REQUIRES.format is present]
+            return f"the kernel is for {wanted.value} experts, these are {present.value}; use {', '.join(names)}, or hf"
+    return f"no MoE layer with {wanted.value} experts to pack; use --target hf"
 
 
 def _problem(
@@ -257,7 +298,11 @@ def _problem(
     if problem is not None:
         return problem
     if requires.input_scales and any(linear.module in weight_only for linear in (*moe.w13, *moe.w2)):
-        return "the experts have no input_scale (W4A16); weight-only targets work: vllm-marlin"
+        names = [layout.NAME for layout in LAYOUTS.values() if _weight_only(layout, requires.format)]
+        return f"the experts have no input_scale (W4A16); weight-only targets work: {', '.join(names)}"
+    groups = sorted({linear.group_size for linear in (*moe.w13, *moe.w2)})
+    if len(groups) > 1:
+        return f"group sizes {' and '.join(map(str, groups))} in one layer; kernels take one"
     if moe.gate_up is not None and moe.order is None:
         return f"model_type {config.get('model_type')!r} does not say how gate and up columns are ordered"
     if moe.expert_count % target.ep:
@@ -277,12 +322,17 @@ def _problem(
     return f"{problem}; " + (f"--tp {_list(sizes)} works" if sizes else "no TP size works")
 
 
+def _weight_only(layout: Layout, wanted: Format) -> bool:
+    return layout.REQUIRES.format is wanted and not layout.REQUIRES.input_scales
+
+
 def expert_problem(moe: MoeLayer, target: Target) -> str | None:
     """Why a layer's experts, as they are stored, can't be what a target packs; None when they can."""
     if moe.expert_count % target.ep:
         return f"{moe.expert_count} experts over {target.ep} ranks"
-    if any("pre_quant_scale" in linear.params for linear in (*moe.w13, *moe.w2)):
-        return "experts with pre_quant_scale, which no packed output holds"
+    scaled = any("pre_quant_scale" in linear.params for linear in (*moe.w13, *moe.w2))
+    if scaled and not target.module.REQUIRES.pre_quant_scale:
+        return "experts with pre_quant_scale, which this layout has no place for"
     return _stored_problem(moe) or _tp_problem(moe, target)
 
 
@@ -323,6 +373,12 @@ def _error(message: str, target: Target, moe: MoeLayer | None = None) -> Finding
     )
 
 
+def _alphas(requires: Requires) -> str:
+    if requires.format is Format.INT4:
+        return "of groups only"
+    return "two, exact" if requires.alphas == 2 else "one, unified"
+
+
 def target_table() -> list[dict[str, Any]]:
     """One row per layout and engine, for people and JSON."""
     rows = []
@@ -331,6 +387,9 @@ def target_table() -> list[dict[str, Any]]:
         for engine, rules in requires.engines.items():
             odd = f" ({rules.pad_odd_hidden} if H % 128)" if rules.pad_odd_hidden else ""
             hidden = f"H % {rules.hidden_multiple}" + (f", H to {rules.pad_hidden}" if rules.pad_hidden > 1 else "")
+            padded = f"I to {rules.pad_gated}{odd}, not gated {rules.pad_plain}" if rules.pad_gated > 1 else ""
+            exact = f"I % {rules.inner_multiple}" if rules.inner_multiple > 1 else ""
+            groups = "groups of " + ", ".join(map(str, requires.groups)) if requires.format is Format.INT4 else ""
             rows.append(
                 {
                     "target": layout.NAME,
@@ -339,10 +398,12 @@ def target_table() -> list[dict[str, Any]]:
                     "engine": f"{engine} {ENGINE_VERSIONS[engine]}",
                     "backend": rules.backend,
                     "layout_id": f"{layout.NAME}/{engine}/{layout.VERSION}",
-                    "alignment": f"{hidden}; I to {rules.pad_gated}{odd}, not gated {rules.pad_plain}",
-                    "alphas": "two, exact" if requires.alphas == 2 else "one, unified",
+                    "experts": requires.format.value,
+                    "alignment": "; ".join(part for part in (hidden, padded, exact, groups) if part),
+                    "alphas": _alphas(requires),
                     "input_scale": "needed" if requires.input_scales else "not used",
                     "biases": "yes" if requires.biases else "no",
+                    "pre_quant_scale": "kept" if requires.pre_quant_scale else "folded",
                     "tp_ep": "both",
                     "eplb": "expert-major",
                 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,9 +19,20 @@ from nvfp4prep.execute import Job, execute, shard_digests
 from nvfp4prep.findings import Finding
 from nvfp4prep.header import DTYPE_BITS, MAX_TENSORS, HeaderError, TensorInfo, parse_header, tensor_bytes
 from nvfp4prep.journal import plan_id
-from nvfp4prep.packing import PackJob, fact_names, manifest_entry, packed_names, projections, read_whole, stacked_specs
+from nvfp4prep.numerics import raw_bytes
+from nvfp4prep.packing import (
+    DTYPES,
+    PackJob,
+    fact_names,
+    manifest_entry,
+    packed_names,
+    projections,
+    read_whole,
+    stacked_specs,
+)
 from nvfp4prep.plan import (
     PIECE_BYTES,
+    Constant,
     Fill,
     Plan,
     Rank,
@@ -36,7 +47,7 @@ from nvfp4prep.plan import (
     place,
 )
 from nvfp4prep.scales import Resolution
-from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, build_schema
+from nvfp4prep.schema import SCALAR_PARAMS, Linear, MoeLayer, Schema, build_schema
 from nvfp4prep.source import INDEX, Source, read_json, read_packed, refuse, verify_unchanged
 from nvfp4prep.targets import IDENTITY, Target, activation_of, expert_problem
 from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space
@@ -185,7 +196,8 @@ def _check_layers(manifest: Mapping[str, Any], target: Target, schema: Schema) -
     listed = [(entry["path"], entry["experts"]) for entry in manifest["logical"]["moe"]]
     _require(sorted(listed) == sorted((path, moe.expert_count) for path, moe in layers.items()), "other layers")
     for moe in layers.values():
-        _require(moe.format is Format.NVFP4, f"{moe.path} is not NVFP4")
+        wanted = target.module.REQUIRES.format
+        _require(moe.format is wanted, f"{moe.path} is not {wanted.value}")
         _require(moe.gate_up is None or moe.order is not None, f"model_type says nothing about {moe.path}'s order")
         problem = expert_problem(moe, target)
         if problem is not None:
@@ -224,6 +236,9 @@ def _check_tensors(packed: Packed) -> None:
             count = len(target.experts(moe, rank.ep))
             for name in (*sorted(stored), *fact_names(moe, target)):
                 wanted[target.own_prefix(moe) + name] = ("F32", (count,))
+            if target.module.REQUIRES.pre_quant_scale:
+                for gemm, size in (("w13", moe.hidden), ("w2", target.geometry(moe, rank.tp).intermediate)):
+                    wanted[f"{target.own_prefix(moe)}{gemm}_pre_quant_scale"] = ("F32", (size,))
             for name, (dtype, shape) in wanted.items():
                 found = tensors.get(key_of(folder, name))
                 if found is None:
@@ -404,6 +419,7 @@ def _plan(packed: Packed, metadata: Mapping[str, str], max_shard_bytes: int) -> 
     steps: list[tuple[str, Step]] = [step for tensor in common.values() for step in copies(tensor, tensor.name, "")]
     for moe in packed.layers:
         steps += [(f"{moe.path} expert {expert}", Unpack(moe, expert, 0)) for expert in range(moe.expert_count)]
+        steps += _factor_steps(packed, moe)
     for name in packed.experts:
         if name.endswith(SCALAR_PARAMS):
             steps.append((name, Fill(name, name, 0)))
@@ -411,6 +427,27 @@ def _plan(packed: Packed, metadata: Mapping[str, str], max_shard_bytes: int) -> 
     fused = [linear for moe in packed.layers for linear in (moe.gate_up, moe.down) if linear is not None]
     stacked = {info.name for linear in fused for param, info in linear.params.items() if param not in SCALAR_PARAMS}
     return Plan(shards, outputs_of(shards, ""), gather(steps), (), frozenset(stacked))
+
+
+def _factor_steps(packed: Packed, moe: MoeLayer) -> Iterator[tuple[str, Step]]:
+    """The steps that write the experts' pre_quant_scale, which the packed layer holds once for all."""
+    target = packed.target
+
+    def stored(gemm: str, rank: Rank) -> Tensor:
+        key = key_of(target.folder(rank), f"{target.own_prefix(moe)}{gemm}_pre_quant_scale")
+        return read_whole(packed.source, key)
+
+    if not any("pre_quant_scale" in linear.params for linear in (*moe.w13, *moe.w2)):
+        return
+    w13, w2 = stored("w13", Rank(0, 0)), torch.cat([stored("w2", Rank(tp, 0)) for tp in range(target.tp)])
+    for linears, factors in ((moe.w13, w13), (moe.w2, w2)):
+        in_dtype: dict[str, bytes] = {}  # one copy for all experts
+        for linear in linears:
+            info = linear.params.get("pre_quant_scale")
+            if info is not None:
+                if info.dtype not in in_dtype:
+                    in_dtype[info.dtype] = bytes(raw_bytes(factors.to(DTYPES[info.dtype])))
+                yield info.name, Constant(info.name, in_dtype[info.dtype])
 
 
 def _scale_values(packed: Packed, moe: MoeLayer) -> dict[str, tuple[float, ...]]:

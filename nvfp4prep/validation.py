@@ -168,7 +168,11 @@ def _label(options: Options) -> str:
     if options.target == "hf":
         return "hf"
     ranks = "".join(f" {name}{count}" for name, count in (("tp", options.tp), ("ep", options.ep)) if count > 1)
-    return f"{options.target}/{options.engine}{ranks}"
+    if options.target == COMPRESSED:
+        return options.target
+    from nvfp4prep.targets import engine_of
+
+    return f"{options.target}/{engine_of(options.target, options.engine)}{ranks}"
 
 
 def _of_targets(checkpoint: Checkpoint, level: Level, targets: Sequence[Options], workers: int) -> list[Finding]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nvfp4prep.layouts import LAYOUTS, vllm_marlin
+from nvfp4prep import layouts
+from nvfp4prep.layouts import vllm_marlin
 from nvfp4prep.layouts.logical import (
     Activation,
     ActivationDtype,
@@ -21,6 +22,10 @@ from nvfp4prep.layouts.logical import (
     Scales,
     plan_geometry,
 )
+from nvfp4prep.schema import Format
+
+LAYOUTS = {name: layout for name, layout in layouts.LAYOUTS.items() if layout.REQUIRES.format is Format.NVFP4}
+"""Those for NVFP4 experts."""
 
 SILU = Activation("silu")
 OAI = Activation("swiglu-oai", limit=7.0, alpha=1.702, beta=1.0)

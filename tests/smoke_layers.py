@@ -7,10 +7,9 @@ else.
 from __future__ import annotations
 
 import torch
-from layout_layers import OAI, RELU2, SILU, Case, Layer
+from layout_layers import LAYOUTS, OAI, RELU2, SILU, Case, Layer
 from torch import Tensor
 
-from nvfp4prep.layouts import LAYOUTS
 from nvfp4prep.layouts.logical import Activation, Expert, Matrix, Scales
 from nvfp4prep.numerics import decode_e2m1, decode_e4m3, unpack_nibbles
 from nvfp4prep.smoke.layer import PackedLayer, Routing

@@ -343,9 +343,9 @@ def test_all_input_scales_of_a_gemm_missing(options: tuple[str, ...], checkpoint
     assert "8 of 8" in finding["message"]
 
 
-@pytest.mark.parametrize("target", ["flashinfer-trtllm", "vllm-marlin"])
-def test_packed_targets_refuse_int4(target: str, checkpoint: Fetch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["flashinfer-trtllm", "flashinfer-cutedsl"])
+def test_nvfp4_targets_refuse_int4(target: str, checkpoint: Fetch, tmp_path: Path) -> None:
     source = damage.damaged(checkpoint(W4A16), tmp_path / "source")
     (finding,) = refused(source, "--target", target).findings
     assert finding["rule"] == "target-refused"
-    assert "NVFP4" in finding["message"] and "--target hf" in finding["message"]
+    assert "NVFP4" in finding["message"] and "vllm-marlin-int4, moe-wna16" in finding["message"]

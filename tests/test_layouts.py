@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layout_layers import OAI, RELU2, SILU, Case, cases, make_layer
+from layout_layers import LAYOUTS, OAI, RELU2, SILU, Case, cases, make_layer
 from torch import Tensor
 
-from nvfp4prep.layouts import LAYOUTS, vllm_marlin
+from nvfp4prep import layouts
+from nvfp4prep.layouts import vllm_marlin
 from nvfp4prep.layouts.logical import (
     ENGINES,
     Activation,
@@ -352,7 +353,7 @@ def test_tensor_names(name: str, engine: Engine) -> None:
 
 
 def test_registry() -> None:
-    for name, layout in LAYOUTS.items():
+    for name, layout in layouts.LAYOUTS.items():
         assert name == layout.NAME
         assert layout.VERSION == 1
         assert set(layout.REQUIRES.engines) <= set(ENGINES)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from layout_emulator import Floats
-from layout_layers import OAI, RELU2, SILU, Case, Layer, cases, make_layer
+from layout_layers import LAYOUTS, OAI, RELU2, SILU, Case, Layer, cases, make_layer
 
-from nvfp4prep.layouts import LAYOUTS, vllm_marlin
+from nvfp4prep.layouts import vllm_marlin
 from nvfp4prep.layouts.logical import Activation, LayoutError
 
 TOKENS = 3

@@ -434,7 +434,18 @@ def test_plain_convert_names_the_target_for_blackwell(checkpoint: LIST, tmp_path
 
 
 def test_targets_lists_every_pair() -> None:
-    rows = run("targets", "--json").json["targets"]
+    every = run("targets", "--json").json["targets"]
+    rows = [row for row in every if row["experts"] == "NVFP4"]
+    assert [row["layout_id"] for row in every if row["experts"] == "int4"] == [
+        "vllm-marlin-int4/vllm/1",
+        "vllm-marlin-int4/sglang/1",
+        "moe-wna16/vllm/1",
+        "moe-wna16/sglang/1",
+        "flashinfer-sm90-w4a8/flashinfer/1",
+        "sglang-w4afp8/sglang/1",
+        "flashinfer-mxint4/vllm/1",
+        "flashinfer-mxint4/sglang/1",
+    ]
     assert [(row["target"], row["engine"].split()[0]) for row in rows] == list(packs.PAIRS)
     by_id = {row["layout_id"]: row for row in rows}
     assert by_id["flashinfer-trtllm/vllm/1"]["alphas"] == "two, exact"

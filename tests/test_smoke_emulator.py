@@ -18,12 +18,12 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoints import DATA
-from layout_layers import OAI, RELU2, SILU, Case, Layer, cases, make_layer
+from layout_layers import LAYOUTS, OAI, RELU2, SILU, Case, Layer, cases, make_layer
 from safetensors.torch import load_file
 from smoke_layers import packed_layer
 from torch import Tensor
 
-from nvfp4prep.layouts import LAYOUTS, vllm_marlin
+from nvfp4prep.layouts import vllm_marlin
 from nvfp4prep.layouts.logical import Activation, Expert, LayerFacts, Matrix, Scales, plan_geometry
 from nvfp4prep.layouts.permutations import put_rows, row_shuffle, unswizzle
 from nvfp4prep.smoke import emulator
@@ -87,7 +87,7 @@ def test_is_exact(case: Case, activation: Activation) -> None:
     x, routing = inputs(case.hidden)
     ours = emulate(packed, x, routing)
     assert ours.shape == x.shape and ours.dtype == torch.float32
-    expected = exact(logical, x, routing, case.layout == "vllm-marlin", rounding_of(packed.target))
+    expected = exact(logical, x, routing, packed.target.activations, rounding_of(packed.target))
     assert expected.abs().max() > 0.1
     assert relative(ours, expected) <= tolerance(case)
 
@@ -145,7 +145,7 @@ def test_no_tokens() -> None:
     _, packed, logical = both(Case("flashinfer-trtllm", "vllm", 256, 96, True), SILU)
     x, routing = inputs(256, tokens=1)
     none = Routing(routing.ids[:0], routing.weights[:0])
-    assert emulate(packed, x[:0], none).shape == exact(logical, x[:0], none, False).shape == (0, 256)
+    assert emulate(packed, x[:0], none).shape == exact(logical, x[:0], none, "NVFP4").shape == (0, 256)
 
 
 # --- quantisation of activations ---
@@ -242,9 +242,9 @@ def test_exact_is_the_golden_reference(case: str) -> None:
     experts = [_golden_expert(case, e) for e in range(4)]
     logical = LogicalLayer(256, 128, 4, SILU, lambda e: experts[e], layer.scales)
     reference, out = GOLDEN[f"{case}.ref"], GOLDEN[f"{case}.out"].to(torch.float32)
-    assert relative(exact(logical, x, routing, True), reference) < 1e-6
+    assert relative(exact(logical, x, routing, "16-bit"), reference) < 1e-6
     assert relative(plain(lambda e: weights_of(experts[e], layer.scales, e), SILU, x, routing), reference) < 1e-6
-    assert relative(exact(logical, x, routing, True, ROUNDING["vllm-marlin"]), out) < 2.0**-9
+    assert relative(exact(logical, x, routing, "16-bit", ROUNDING["vllm-marlin"]), out) < 2.0**-9
 
 
 def _golden_expert(case: str, e: int) -> Expert:
@@ -370,7 +370,7 @@ def test_damage_shows(case: Case, damage: Damage) -> None:
         return
     x, routing = inputs(case.hidden)
     broken = replace(packed, packed={**packed.packed, **changed})
-    expected = exact(logical, x, routing, case.layout == "vllm-marlin", rounding_of(packed.target))
+    expected = exact(logical, x, routing, packed.target.activations, rounding_of(packed.target))
     ratio = relative(emulate(broken, x, routing), expected) / tolerance(case)
     print(f"{case} {damage.__name__}: {ratio:.0f} times the tolerance")
     assert ratio > 5
@@ -391,7 +391,7 @@ def test_damaged_scalars_show(layout: str, scalar: str) -> None:
         return
     broken = replace(packed, scalars={**packed.scalars, name: packed.scalars[name] * 1.5})
     x, routing = inputs(case.hidden)
-    expected = exact(logical, x, routing, layout == "vllm-marlin", rounding_of(packed.target))
+    expected = exact(logical, x, routing, packed.target.activations, rounding_of(packed.target))
     assert relative(emulate(broken, x, routing), expected) > 5 * tolerance(case)
 
 

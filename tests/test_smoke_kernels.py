@@ -21,14 +21,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import DATA
-from layout_layers import OAI, RELU2, SILU, Case, make_layer
+from layout_layers import LAYOUTS, OAI, RELU2, SILU, Case, make_layer
 from quietly import import_quietly
 from smoke_layers import LAYERS, MARLIN_LAYERS, distance, inputs, packed_layer, reference
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nvfp4prep.errors import EnvironmentFault
-from nvfp4prep.layouts import LAYOUTS, marlin_repack, vllm_marlin
+from nvfp4prep.layouts import marlin_repack, vllm_marlin
 from nvfp4prep.layouts.logical import Activation
 from nvfp4prep.numerics import decode_e2m1, unpack_nibbles
 from nvfp4prep.smoke.kernels import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import pytest
@@ -10,11 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from nvfp4prep.numerics import quantize_dequantize_nvfp4
+from nvfp4prep.numerics import encode_e4m3, quantize_dequantize_nvfp4
+from nvfp4prep.schema import Format
 from nvfp4prep.smoke.inputs import CALIBRATED_PEAK, hidden_states
 from nvfp4prep.smoke.layer import Routing
 from nvfp4prep.smoke.metrics import (
     BF16_ROUNDING,
+    E4M3_NOISE,
+    INT4_NOISE,
     NVFP4_NOISE,
     Tolerances,
     compare,
@@ -25,6 +29,7 @@ from nvfp4prep.smoke.metrics import (
     verdict,
 )
 from nvfp4prep.smoke.routing import random_routing
+from nvfp4prep.targets import Activations
 
 LOOSE = Tolerances(0.5, 0.9)
 Kind = Literal["silu", "relu2"]
@@ -40,7 +45,7 @@ def test_equal() -> None:
     found = compare(expected.clone(), expected, routing)
     assert (found.rel_l2, found.zeros, found.nonfinite, found.tokens) == (0.0, 0, 0, 8)
     assert found.cosine == pytest.approx(1)
-    assert verdict(found, exact_tolerances(False)) == []
+    assert verdict(found, exact_tolerances("16-bit")) == []
 
 
 def test_relative_l2_cosine_and_worst_token() -> None:
@@ -138,7 +143,7 @@ def test_shapes_are_checked() -> None:
 
 def test_expert_limit_tightens_with_tokens() -> None:
     """An expert off by a tenth passes on one token and fails on a hundred."""
-    limits = exact_tolerances(True)
+    limits = exact_tolerances("NVFP4")
     assert limits.over(1) > 0.1 > limits.over(100)
     expected, routing = torch.ones(200, 4), Routing((torch.arange(200) % 10)[:, None], torch.ones(200, 1))
     out = torch.where(routing.ids == 7, expected * 1.12, expected)
@@ -155,6 +160,25 @@ CALIBRATED_INNER = {"silu": 16.0, "relu2": 32.0}
 def nvfp4(x: Tensor) -> Tensor:
     scale = x.abs().max().item() / CALIBRATED_PEAK
     return quantize_dequantize_nvfp4(x, scale, scale)
+
+
+def unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def e4m3(x: Tensor) -> Tensor:
+    scale = x.abs().max() / 448
+    return encode_e4m3(x / scale).float() * scale
+
+
+def int4(weight: Tensor) -> Tensor:
+    """Groups of 128 along K, symmetric, scale amax / 7."""
+    groups = weight.view(weight.shape[0], -1, 128)
+    scale = groups.abs().amax(-1, keepdim=True) / 7
+    return ((groups / scale).round() * scale).view(weight.shape)
+
+
+WEIGHTS: Mapping[Format | None, Callable[[Tensor], Tensor]] = {None: unchanged, Format.NVFP4: nvfp4, Format.INT4: int4}
 
 
 def error(out: Tensor, expected: Tensor) -> float:
@@ -176,6 +200,8 @@ def test_one_quantisation() -> None:
     assert error(nvfp4(weights), weights) == pytest.approx(NVFP4_NOISE, rel=0.02)
     x = hidden_states(128, 1024, 0, 0.002).float()
     assert error(nvfp4(x), x) == pytest.approx(NVFP4_NOISE, rel=0.05)
+    assert error(e4m3(x), x) == pytest.approx(E4M3_NOISE, rel=0.05)
+    assert error(int4(weights), weights) == pytest.approx(INT4_NOISE, rel=0.02)
 
 
 @pytest.fixture(scope="module")
@@ -189,40 +215,61 @@ def layer() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def run(
-    layer: tuple[Tensor, Tensor, Tensor, Tensor], kind: Kind, weights: bool, activations: bool, bf16: bool = False
+    layer: tuple[Tensor, Tensor, Tensor, Tensor],
+    kind: Kind,
+    weights: Format | None,
+    activations: Activations,
+    bf16: bool = False,
 ) -> Tensor:
     """One expert, quantised where asked, rounded to BF16 between the steps where asked."""
     x, *matrices = layer
-    gate, up, down = (nvfp4(matrix) if weights else matrix for matrix in matrices)
+    gate, up, down = (WEIGHTS[weights](matrix) for matrix in matrices)
     step = rounded if bf16 else (lambda value: value)
-    x = nvfp4(x) if activations else x
+    x = {"16-bit": unchanged, "NVFP4": nvfp4, "E4M3": e4m3}[activations](x)
     first, second = step(x @ gate.T), step(x @ up.T)
     inner = step(silu(first) * second if kind == "silu" else second.relu().square())
-    if activations:
+    if activations == "NVFP4":
         scale = CALIBRATED_INNER[kind] / CALIBRATED_PEAK
         inner = quantize_dequantize_nvfp4(inner, scale, scale)
+    elif activations == "E4M3":
+        inner = e4m3(inner)
     return step(inner @ down.T)
 
 
 @pytest.mark.parametrize("kind", ["silu", "relu2"])
-@pytest.mark.parametrize(("weights", "activations"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("weights", "activations"),
+    [
+        (Format.NVFP4, "NVFP4"),
+        (Format.NVFP4, "16-bit"),
+        (None, "NVFP4"),
+        (Format.INT4, "16-bit"),
+        (Format.INT4, "E4M3"),
+        (None, "E4M3"),
+    ],
+)
 def test_quantisation_error(
-    layer: tuple[Tensor, Tensor, Tensor, Tensor], kind: Kind, weights: bool, activations: bool
+    layer: tuple[Tensor, Tensor, Tensor, Tensor], kind: Kind, weights: Format | None, activations: Activations
 ) -> None:
     """The derived error is met within 12 %, a third of the headroom; half of relu2's values are exact zeros."""
-    expected = run(layer, kind, False, False)
+    expected = run(layer, kind, None, "16-bit")
     out = run(layer, kind, weights, activations)
-    derived = quantisation_error(kind, quantised_weights=weights, quantised_activations=activations)
+    derived = quantisation_error(kind, weights=weights, activations=activations)
     assert error(out, expected) == pytest.approx(derived, rel=0.12)
-    limits = reference_tolerances(kind, quantised_weights=weights, quantised_activations=activations)
+    limits = reference_tolerances(kind, weights=weights, activations=activations)
     assert verdict(compare(out, expected, random_routing(1, 1, len(out), 0)), limits) == []
 
 
 @pytest.mark.parametrize("kind", ["silu", "relu2"])
 def test_exact_error(layer: tuple[Tensor, Tensor, Tensor, Tensor], kind: Kind) -> None:
     """Roundings to BF16 between the steps stay below the derived error, and not far below where flips dominate."""
-    for activations, least in ((False, 0.5), (True, 0.7)):
-        expected, out = (run(layer, kind, True, activations, bf16) for bf16 in (False, True))
+    cases: tuple[tuple[Format, Activations, float], ...] = (
+        (Format.NVFP4, "16-bit", 0.5),
+        (Format.NVFP4, "NVFP4", 0.7),
+        (Format.INT4, "E4M3", 0.7),
+    )
+    for weights, activations, least in cases:
+        expected, out = (run(layer, kind, weights, activations, bf16) for bf16 in (False, True))
         assert least < error(out, expected) / exact_error(activations) < 1.1
         found = compare(out, expected, random_routing(1, 1, len(out), 0))
         assert verdict(found, exact_tolerances(activations)) == []
@@ -230,11 +277,9 @@ def test_exact_error(layer: tuple[Tensor, Tensor, Tensor, Tensor], kind: Kind) -
 
 def test_derived_numbers() -> None:
     """The numbers that docs/smoke.md quotes."""
-    assert exact_error(False) == pytest.approx(0.0053, abs=5e-5)
-    assert exact_error(True) == pytest.approx(0.035, abs=5e-4)
-    assert quantisation_error("silu", quantised_weights=True, quantised_activations=True) == pytest.approx(
-        0.233, abs=5e-4
-    )
-    assert quantisation_error("relu2", quantised_weights=True, quantised_activations=False) == pytest.approx(
-        0.145, abs=5e-4
-    )
+    assert exact_error("16-bit") == pytest.approx(0.0053, abs=5e-5)
+    assert exact_error("NVFP4") == pytest.approx(0.035, abs=5e-4)
+    assert exact_error("E4M3") == pytest.approx(0.015, abs=5e-4)
+    assert quantisation_error("silu", weights=Format.NVFP4, activations="NVFP4") == pytest.approx(0.233, abs=5e-4)
+    assert quantisation_error("relu2", weights=Format.NVFP4, activations="16-bit") == pytest.approx(0.145, abs=5e-4)
+    assert quantisation_error("silu", weights=None, activations="E4M3") == pytest.approx(0.046, abs=5e-4)

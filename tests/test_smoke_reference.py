@@ -108,7 +108,7 @@ def test_plain_and_weight_only(activation: Activation) -> None:
             expected[t] += float(routing.weights[t, j]) * out
     assert relative(plain(weights, activation, x, routing).double(), expected) < 1e-6
     logical = LogicalLayer(256, 128, 3, activation, lambda e: layer.experts[e], layer.scales)
-    assert relative(exact(logical, x, routing, weight_only=True).double(), expected) < 1e-6
+    assert relative(exact(logical, x, routing, "16-bit").double(), expected) < 1e-6
 
 
 def test_exact_quantises_activations() -> None:
@@ -118,7 +118,7 @@ def test_exact_quantises_activations() -> None:
     routing = Routing(torch.randint(0, 2, (64, 1)), torch.ones(64, 1))
     logical = LogicalLayer(512, 256, 2, SILU, lambda e: layer.experts[e], layer.scales)
     unquantised = plain(lambda e: weights_of(layer.experts[e], layer.scales, e), SILU, x, routing)
-    assert 0.08 < relative(exact(logical, x, routing, weight_only=False), unquantised) < 0.25
+    assert 0.08 < relative(exact(logical, x, routing, "NVFP4"), unquantised) < 0.25
 
 
 # --- references ---

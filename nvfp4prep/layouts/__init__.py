@@ -10,7 +10,18 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from nvfp4prep.layouts import flashinfer_cutedsl, flashinfer_cutlass, flashinfer_trtllm, vllm_cutlass, vllm_marlin
+from nvfp4prep.layouts import (
+    flashinfer_cutedsl,
+    flashinfer_cutlass,
+    flashinfer_mxint4,
+    flashinfer_sm90_w4a8,
+    flashinfer_trtllm,
+    moe_wna16,
+    sglang_w4afp8,
+    vllm_cutlass,
+    vllm_marlin,
+    vllm_marlin_int4,
+)
 from nvfp4prep.layouts.logical import Activation, Engine, Expert, Geometry, LayerFacts, Requires, Scales
 
 
@@ -38,5 +49,10 @@ _MODULES: tuple[Layout, ...] = (
     flashinfer_cutedsl,
     vllm_cutlass,
     vllm_marlin,
+    vllm_marlin_int4,
+    moe_wna16,
+    flashinfer_sm90_w4a8,
+    sglang_w4afp8,
+    flashinfer_mxint4,
 )
 LAYOUTS: Mapping[str, Layout] = {layout.NAME: layout for layout in _MODULES}

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_zeros
 
-from nvfp4prep.schema import GROUP_SIZE
+from nvfp4prep.schema import GROUP_SIZE, Format
 
-Engine = Literal["vllm", "sglang"]
+Engine = Literal["vllm", "sglang", "flashinfer"]
 ActivationDtype = Literal["bf16", "fp16"]
-ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
-ENGINE_VERSIONS: Mapping[Engine, str] = {"vllm": "0.33.0", "sglang": "0.5.23"}
-"""The versions that layouts, padding and parameter names were read from."""
+ENGINES: tuple[Engine, ...] = ("vllm", "sglang", "flashinfer")
+ENGINE_VERSIONS: Mapping[Engine, str] = {"vllm": "0.33.0", "sglang": "0.5.23", "flashinfer": "0.7.2.post1"}
+"""The versions that layouts, padding and parameter names were read from. `flashinfer` is called without an engine."""
 
 
 class LayoutError(ValueError):
@@ -37,10 +38,18 @@ def positions_where(wrong: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """An NVFP4 weight. `weight` U8 [N, K/2], low nibble = even k; `scale` U8 codes of E4M3 [N, K/16]."""
+    """A 4-bit weight. `weight` U8 [N, K/2], low nibble = even k; `group` columns share a scale.
+
+    NVFP4: nibbles e2m1, `scale` U8 codes of E4M3 [N, K/16]. int4: two's complement, `scale` floats [N, K/group].
+    """
 
     weight: Tensor
     scale: Tensor
+    group: int = GROUP_SIZE
+
+    @property
+    def is_int4(self) -> bool:
+        return self.scale.is_floating_point()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +85,17 @@ class Activation:
 class EngineRules:
     """How one engine feeds a layout.
 
-    `backend` is the engine's own name of it. H must be a multiple of `hidden_multiple`; then I (gated or plain; another
-    multiple when H % 128 != 0) and H are padded up to multiples of `pad_*`. `padded_stride`: with TP, rank r begins at
-    row r times the padded I per rank.
+    `backend` is the engine's own name of it. H must be a multiple of `hidden_multiple` and a rank's I of
+    `inner_multiple`; then I (gated or plain; another multiple when H % 128 != 0) and H are padded up to multiples of
+    `pad_*`. `padded_stride`: with TP, rank r begins at row r times the padded I per rank.
     """
 
     backend: str
     hidden_multiple: int
-    pad_gated: int
-    pad_plain: int
+    pad_gated: int = 1
+    pad_plain: int = 1
     pad_hidden: int = 1
+    inner_multiple: int = 1
     pad_odd_hidden: int | None = None
     padded_stride: bool = False
     activations: tuple[str, ...] = ("silu", "swiglu-oai", "relu2")
@@ -96,8 +106,10 @@ class EngineRules:
 class Requires:
     """What a layout asks of a model.
 
-    `alphas` is 2 when unequal gate/up global scales stay exact. `biases`: the kernel has a place for them.
-    `block_scale_maximum`: packing needs the largest block scale of the rank's experts first.
+    `format` is that of the experts, `groups` the sizes of group that the kernel knows. `alphas` is 2 when unequal
+    gate/up global scales stay exact. `biases`: the kernel has a place for them. `block_scale_maximum`: packing needs
+    the largest block scale of the rank's experts first. `pre_quant_scale`: the kernel multiplies inputs by factors.
+    `activation_dtypes`: what it computes in; int4 group scales are of that dtype.
     """
 
     kernel: str
@@ -107,11 +119,15 @@ class Requires:
     alphas: int = 1
     biases: bool = False
     block_scale_maximum: bool = False
+    format: Format = Format.NVFP4
+    groups: tuple[int, ...] = (GROUP_SIZE,)
+    pre_quant_scale: bool = False
+    activation_dtypes: tuple[ActivationDtype, ...] = ("bf16", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes of one rank's experts, before and after padding."""
+    """Sizes of one rank's experts, before and after padding; `group` columns share a scale of `scale_dtype`."""
 
     experts: int
     hidden: int
@@ -120,6 +136,8 @@ class Geometry:
     biased: bool
     padded_hidden: int
     padded_intermediate: int
+    group: int = GROUP_SIZE
+    scale_dtype: str = "F8_E4M3"
 
     @property
     def w13_rows(self) -> int:
@@ -147,13 +165,19 @@ class LayerFacts:
 @dataclass(frozen=True, slots=True)
 class Scales:
     """Global scales of a rank's experts, F32 [E] each: weight_scale_2 of gate (None when not gated), up and down, and
-    input_scale of both GEMMs (None: weight-only)."""
+    input_scale of both GEMMs (None: weight-only). int4 has no global scales: ones.
+
+    `w13_factors` and `w2_factors`: pre_quant_scale of all experts, F32 [H] and [I of the rank], where the kernel
+    multiplies its inputs by it; None elsewhere.
+    """
 
     gate: Tensor | None
     up: Tensor
     down: Tensor
     w13_input: Tensor | None
     w2_input: Tensor | None
+    w13_factors: Tensor | None = None
+    w2_factors: Tensor | None = None
 
 
 def one_w13_scale(scales: Scales) -> Tensor:
@@ -176,7 +200,16 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def plan_geometry(
-    requires: Requires, engine: Engine, *, experts: int, hidden: int, intermediate: int, gated: bool, biased: bool
+    requires: Requires,
+    engine: Engine,
+    *,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    gated: bool,
+    biased: bool,
+    group: int = GROUP_SIZE,
+    activation_dtype: ActivationDtype = "bf16",
 ) -> Geometry:
     """Geometry of one rank in a layout, padded as the engine pads. `intermediate` is the rank's share.
 
@@ -186,8 +219,13 @@ def plan_geometry(
     rules = requires.engines[engine]
     if hidden % rules.hidden_multiple:
         raise LayoutError(f"hidden size {hidden} is no multiple of {rules.hidden_multiple}")
-    if intermediate % GROUP_SIZE:
-        raise LayoutError(f"intermediate size {intermediate} per rank cuts NVFP4's groups of {GROUP_SIZE}")
+    if group not in requires.groups:
+        sizes = " or ".join(map(str, requires.groups))
+        raise LayoutError(f"groups of {group} columns share a scale; this kernel takes {sizes}")
+    if intermediate % group:
+        raise LayoutError(f"intermediate size {intermediate} per rank cuts {requires.format.value}'s groups of {group}")
+    if intermediate % rules.inner_multiple:
+        raise LayoutError(f"intermediate size {intermediate} per rank is no multiple of {rules.inner_multiple}")
     if biased and not requires.biases:
         raise LayoutError("the experts have biases, and this kernel has no place for them")
     pad = rules.pad_gated if gated else rules.pad_plain
@@ -200,7 +238,9 @@ def plan_geometry(
         gated,
         biased,
         round_up(hidden, rules.pad_hidden),
-        round_up(intermediate, pad),
+        round_up(intermediate, math.lcm(pad, group)),
+        group,
+        "F8_E4M3" if requires.format is Format.NVFP4 else {"bf16": "BF16", "fp16": "F16"}[activation_dtype],
     )
 
 
@@ -208,18 +248,20 @@ def plan_geometry(
 
 
 def pad_matrix(matrix: Matrix, rows: int, columns: int) -> Matrix:
-    """Zero nibbles and zero block scales up to rows x columns; contiguous."""
+    """Zero nibbles and zero scales up to rows x columns; contiguous."""
     weight, scale = matrix.weight, matrix.scale
     below = rows - weight.shape[0]
-    return Matrix(
-        pad_zeros(weight, (0, columns // 2 - weight.shape[1], 0, below)).contiguous(),
-        pad_zeros(scale, (0, columns // GROUP_SIZE - scale.shape[1], 0, below)).contiguous(),
+    return replace(
+        matrix,
+        weight=pad_zeros(weight, (0, columns // 2 - weight.shape[1], 0, below)).contiguous(),
+        scale=pad_zeros(scale, (0, columns // matrix.group - scale.shape[1], 0, below)).contiguous(),
     )
 
 
 def crop_matrix(matrix: Matrix, rows: int, columns: int) -> Matrix:
     """The inverse of pad_matrix."""
-    return Matrix(matrix.weight[:rows, : columns // 2], matrix.scale[:rows, : columns // GROUP_SIZE])
+    weight, scale = matrix.weight[:rows, : columns // 2], matrix.scale[:rows, : columns // matrix.group]
+    return replace(matrix, weight=weight, scale=scale)
 
 
 def pad_expert(expert: Expert, geometry: Geometry) -> Expert:
@@ -261,7 +303,7 @@ def join(expert: Expert, first: Literal["gate", "up"]) -> Matrix:
     if expert.gate is None:
         return expert.up
     top, bottom = (expert.gate, expert.up) if first == "gate" else (expert.up, expert.gate)
-    return Matrix(torch.cat([top.weight, bottom.weight]), torch.cat([top.scale, bottom.scale]))
+    return replace(top, weight=torch.cat([top.weight, bottom.weight]), scale=torch.cat([top.scale, bottom.scale]))
 
 
 def split(joined: Matrix, gated: bool, first: Literal["gate", "up"]) -> tuple[Matrix | None, Matrix]:
@@ -269,8 +311,8 @@ def split(joined: Matrix, gated: bool, first: Literal["gate", "up"]) -> tuple[Ma
     if not gated:
         return None, joined
     half = joined.weight.shape[0] // 2
-    top = Matrix(joined.weight[:half], joined.scale[:half])
-    bottom = Matrix(joined.weight[half:], joined.scale[half:])
+    top = replace(joined, weight=joined.weight[:half], scale=joined.scale[:half])
+    bottom = replace(joined, weight=joined.weight[half:], scale=joined.scale[half:])
     return (top, bottom) if first == "gate" else (bottom, top)
 
 

@@ -93,3 +93,48 @@ def separate_halves(interleaved: Tensor, chunk: int = 64) -> Tensor:
     """The inverse of interleave_halves."""
     rows = interleaved.shape[0]
     return interleaved.view(rows // (2 * chunk), 2, chunk, -1).transpose(0, 1).reshape(interleaved.shape)
+
+
+# --- BLK: BlockMajorK ------------------------------------------------------------------------------------------------
+
+
+def block_major(weight: Tensor, width: int = 128) -> Tensor:
+    """Columns cut into blocks of `width` bytes, block by block: U8 [M, B] -> [B/width, M, width].
+
+    Source: FlashInfer 0.7.2 `convert_to_block_layout`. B must be a multiple of `width`.
+    """
+    rows, columns = weight.shape
+    return weight.view(rows, columns // width, width).transpose(0, 1).contiguous()
+
+
+def row_major(blocks: Tensor) -> Tensor:
+    """The inverse of block_major."""
+    count, rows, width = blocks.shape
+    return blocks.transpose(0, 1).reshape(rows, count * width)
+
+
+# --- SM90INT4: Hopper's mixed-input GEMM -----------------------------------------------------------------------------
+
+
+def interleave_sm90(weight: Tensor) -> Tensor:
+    """Signed nibbles in the order of Hopper's mixed-input GEMM.
+
+    On words of four nibbles: `[N, K/4].view(N/16, 2, 8, K/64, 2, 2, 4).permute(0, 5, 2, 3, 4, 6, 1)`.
+    Source: FlashInfer 0.7.2 `interleave_moe_weights_for_sm90_mixed_gemm`, quant_type int4 (CUDA; golden vectors).
+
+    Args:
+        weight: U8 [N, K/2], contiguous; N a multiple of 16, K of 64.
+
+    Returns:
+        U8 [N, K/2].
+    """
+    rows, half = weight.shape
+    words = weight.view(torch.int16).view(rows // 16, 2, 8, half // 32, 2, 2, 4)
+    return words.permute(0, 5, 2, 3, 4, 6, 1).contiguous().view(torch.uint8).view(rows, half)
+
+
+def separate_sm90(interleaved: Tensor) -> Tensor:
+    """The inverse of interleave_sm90."""
+    rows, half = interleaved.shape
+    words = interleaved.contiguous().view(torch.int16).view(rows // 16, 2, 8, half // 32, 2, 4, 2)
+    return words.permute(0, 6, 2, 3, 4, 1, 5).contiguous().view(torch.uint8).view(rows, half)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from nvfp4prep import packing
 from nvfp4prep.errors import EnvironmentFault, UsageFault
-from nvfp4prep.experts import slice_expert
+from nvfp4prep.experts import Slice, slice_expert
 from nvfp4prep.layouts import vllm_marlin
 from nvfp4prep.layouts.logical import Expert, LayerFacts, LayoutError, Scales
+from nvfp4prep.numerics import E2M1_MAX
 from nvfp4prep.plan import Rank, key_of
 from nvfp4prep.schema import MoeLayer
 from nvfp4prep.smoke import emulator, kernels
@@ -65,7 +66,8 @@ class Subject:
     nothing is stored. `independent` is False when `logical` is what the packed bytes themselves say; `rescaled(moe)`
     True when block scales were rounded once more since the reference (unified gate and up scales). `folded` are the
     paths of layers whose pre_quant_scale was folded away: what activations they expect is not known, so that no bound
-    holds for the error of quantising them, and they are not compared with the real weights.
+    holds for the error of quantising them to NVFP4, and a BF16 checkpoint has other columns; these are not compared
+    with the real weights.
     """
 
     target: Target
@@ -259,7 +261,8 @@ def parameter_problems(
     target, where = packed.target, moe.path + _in_rank(subject.target, rank)
     try:
         facts = _facts(subject, moe, rank, packed, logical)
-        wanted = target.module.scalars(_part_of(logical.scales, packed.experts), packed.activation, facts)
+        part = _part_of(logical.scales, packed.experts, target.share(moe, rank.tp))
+        wanted = target.module.scalars(part, packed.activation, facts)
         wrong = {name for name, value in wanted.items() if not _same_bits(packed.scalars.get(name), value)}
         found = [f"{where}: {_values(name, packed.scalars.get(name), wanted[name])}" for name in sorted(wrong)]
         stored, every = ({}, {}) if subject.parameters is None else subject.parameters(moe, rank)
@@ -285,14 +288,16 @@ def _facts(subject: Subject, moe: MoeLayer, rank: Rank, packed: PackedLayer, log
     return vllm_marlin.with_factors(plain, w13, w2)
 
 
-def _part_of(scales: Scales, experts: range) -> Scales:
-    """The scales of some of a layer's experts."""
+def _part_of(scales: Scales, experts: range, share: Slice) -> Scales:
+    """The scales of some of a layer's experts, for a rank's share of I."""
 
     def part(scale: Tensor | None) -> Tensor | None:
         return None if scale is None else scale[experts.start : experts.stop]
 
     up, down = scales.up[experts.start : experts.stop], scales.down[experts.start : experts.stop]
-    return Scales(part(scales.gate), up, down, part(scales.w13_input), part(scales.w2_input))
+    factors = None if scales.w2_factors is None else scales.w2_factors[share.start : share.end]
+    inputs = part(scales.w13_input), part(scales.w2_input)
+    return Scales(part(scales.gate), up, down, *inputs, scales.w13_factors, factors)
 
 
 def _values(name: str, stored: Tensor | None, wanted: Tensor) -> str:
@@ -363,14 +368,15 @@ def expectations(
 ) -> Iterator[Expectation]:
     """What a layer should give for each of the inputs."""
     target = subject.target
-    weight_only = not target.module.REQUIRES.input_scales
     whole = replace(logical, scales=engine_scales(logical.scales, target))
     for x, routing, label in _inputs(subject, settings, moe, logical):
         by_rank = {}
         for rank in ranks:
             part, local = _rank_part(target, moe, rank, whole, routing)
-            by_rank[rank] = exact(part, x, local, weight_only, rounding_of(target)), local
-        complete = len(ranks) == target.tp * target.ep and (weight_only or moe.path not in subject.folded)
+            by_rank[rank] = exact(part, x, local, target.activations, rounding_of(target)), local
+        other = target.activations == "NVFP4" or subject.reference == "BF16 checkpoint"
+        known = moe.path not in subject.folded or not other
+        complete = len(ranks) == target.tp * target.ep and known
         real = plain(subject.real(moe), logical.activation, x, routing) if complete else None
         yield Expectation(x, routing, label, by_rank, real)
 
@@ -385,9 +391,8 @@ def judged(
 ) -> Iterator[Row]:
     """The comparisons of the ranks' outputs with what was expected."""
     target, factor = subject.target, settings.tolerance
-    weight_only = not target.module.REQUIRES.input_scales
     x, label = expected.x, expected.label
-    tight = _scaled(exact_tolerances(not weight_only), factor)
+    tight = _scaled(exact_tolerances(target.activations), factor)
     for rank, out in outputs.items():
         wanted, local = expected.exact[rank]
         yield _row(moe, _label(target, rank), x, label, "exact", compare(out, wanted, local), tight, local)
@@ -395,8 +400,8 @@ def judged(
         return
     loose = reference_tolerances(
         logical.activation.kind,
-        quantised_weights=subject.reference == "BF16 checkpoint",
-        quantised_activations=not weight_only,
+        weights=target.module.REQUIRES.format if subject.reference == "BF16 checkpoint" else None,
+        activations=target.activations,
         rescaled=subject.rescaled(moe),
         scale_change=scale_change(logical.scales, engine_scales(logical.scales, target)),
     )
@@ -433,8 +438,7 @@ def _inputs(
     subject: Subject, settings: Settings, moe: MoeLayer, logical: LogicalLayer
 ) -> Iterator[tuple[Tensor, Routing, str]]:
     """Hidden states and routing for each token count, and once every expert reached at random."""
-    scale = logical.scales.w13_input
-    a1 = None if scale is None else float(scale.max())
+    scale, a1 = _input_scale(subject.target, logical.scales)
     router = subject.router(moe)
     config = subject.router_config
     for number, tokens in enumerate(settings.tokens):
@@ -444,6 +448,21 @@ def _inputs(
     most = max(settings.tokens)
     x = _untied(hidden_states(most, logical.hidden, settings.seed + len(settings.tokens), a1), scale)
     yield x, random_routing(logical.expert_count, config.top_k, most, settings.seed, config.scale), "random"
+
+
+def _input_scale(target: Target, scales: Scales) -> tuple[Tensor | None, float | None]:
+    """The scales that x must not lie on ties of, and the scale that says how large x may be, as `hidden_states` takes
+    it; None for what the kernel does not quantise.
+
+    A W4A8 scale is amax / 448 of x times the factors, where the kernel has some.
+    """
+    scale = scales.w13_input
+    if target.activations == "16-bit" or scale is None:
+        return None, None
+    if target.activations == "NVFP4":
+        return scale, float(scale.max())
+    largest = 1.0 if scales.w13_factors is None else float(scales.w13_factors.abs().max())
+    return None, float(scale.max()) / E2M1_MAX / largest
 
 
 def _untied(x: Tensor, scale: Tensor | None) -> Tensor:
@@ -458,8 +477,12 @@ def _rank_part(
     if target.flat:
         return logical, routing
     share, experts = target.share(moe, rank.tp), target.experts(moe, rank.ep)
+    scales = logical.scales
+    if scales.w2_factors is not None:
+        scales = replace(scales, w2_factors=scales.w2_factors[share.start : share.end])
     part = replace(
         logical,
+        scales=scales,
         intermediate=share.end - share.start,
         expert=lambda e: slice_expert(logical.expert(e), share, rank.tp == 0),
     )

@@ -18,6 +18,7 @@ ties often: some in 10,000. `rounding.ROUNDING` says where a kernel rounds to 16
                         scale_c·relu(x0·scale_gate)²; scale_c holds 1/a2, so requantised with g = 1; ·output2_scale
     others              accumulator·alpha, bias, activation in real units, requantised with 1/a2; ·alpha
     vllm-marlin         the same without quantisation, 16-bit activations
+    int4 layouts        code·scale in F32 or 16 bits, no alpha; W4A8 kernels quantise to E4M3(x·f/a) and multiply by a
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def run_expert(layer: PackedLayer, position: int, x: Tensor) -> Stages:
 def read_weights(layer: PackedLayer, position: int) -> Weights:
     """The expert's weights as the kernel reads them: e2m1 · block scale, exact, F32, at padded sizes.
 
-    Global scales are left out, and Marlin's power-of-two factor is taken out. Biases are as stored.
+    Global scales are left out, and Marlin's power-of-two factor is taken out. Biases are as stored. int4: code · scale.
     """
     return _kernel(layer, torch.device("cpu")).weights(position, real_blocks=True)
 
@@ -183,6 +184,27 @@ def _raw(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8).reshape(-1)
 
 
+def _elements(scale: Tensor) -> Tensor:
+    """16-bit scales as they are, 8-bit ones as codes."""
+    return scale if scale.element_size() == 2 else _raw(scale)
+
+
+def marlin_group_column(n: Any) -> Any:
+    """Column of int4's scale of n where K holds several groups: i + 8j of a run of 64 at 8i + j."""
+    return n // 64 * 64 + n % 8 * 8 + n % 64 // 8
+
+
+def sm90_word(n: Any, w: Any, words: Any) -> Any:
+    """Number of the 16-bit word of (row n, word w of `words` in a row) in Hopper's mixed-input order.
+
+    Tiles of 16 rows; in one: w's second bit (f), row in 8 (c), w's tile of 16 (d), w's third bit (e), w's last two
+    (g), the half of 8 rows (b).
+    """
+    c, b = n % 8, n % 16 // 8
+    d, e, f, g = w // 16, w % 16 // 8, w % 8 // 4, w % 4
+    return (((((n // 16 * 2 + f) * 8 + c) * (words // 16) + d) * 2 + e) * 4 + g) * 2 + b
+
+
 def _nibbles(packed: Tensor) -> Tensor:
     """Two for each byte, the low one first, along the last dimension."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
@@ -203,6 +225,23 @@ class _Codes:
 
     def crop(self, rows: int, columns: int) -> _Codes:
         return _Codes(self.nibbles[:rows, :columns], self.scales[:rows, : columns // 16])
+
+
+@dataclass(frozen=True)
+class _Int4(_Codes):
+    """Nibbles U8 [N, K], code + `offset` (0: two's complement), and group scales of 16-bit floats [N, K/group]."""
+
+    offset: int = 0
+
+    def values(self, table: Tensor) -> Tensor:
+        codes = self.nibbles.to(_F32)
+        codes = codes - self.offset if self.offset else torch.where(codes < 8, codes, codes - 16)
+        rows, columns = self.nibbles.shape
+        return (codes.view(rows, self.scales.shape[1], -1) * self.scales.to(_F32).unsqueeze(-1)).view(rows, columns)
+
+    def crop(self, rows: int, columns: int) -> _Int4:
+        group = self.nibbles.shape[1] // self.scales.shape[1]
+        return _Int4(self.nibbles[:rows, :columns], self.scales[:rows, : columns // group], self.offset)
 
 
 def _row_major(weight: Tensor, rows: Tensor, columns: int) -> Tensor:
@@ -286,7 +325,7 @@ class _Kernel(ABC):
             total = int(_nibbles(_raw(stored[name])).count_nonzero())
             found[name] = total - sum(int(part.nibbles.count_nonzero()) for part in parts)
         for name, parts in zip(self.scale_arguments, read, strict=True):
-            total = int(_raw(stored[name]).count_nonzero())
+            total = int(_elements(stored[name]).count_nonzero())
             found[name] = total - sum(int(part.scales.count_nonzero()) for part in parts)
         gate_bias, up_bias, down_bias = self.biases(position)
         biases = (((gate_bias, inner), (up_bias, inner)), ((down_bias, hidden),))
@@ -371,7 +410,6 @@ class _OneAlpha(_Kernel):
     """Accumulators times one alpha, then everything in real units."""
 
     alpha_arguments: tuple[str, str]
-    quantised = True
 
     def gate_and_up_rows(self) -> tuple[Tensor | None, Tensor]:
         """Up first."""
@@ -398,16 +436,20 @@ class _OneAlpha(_Kernel):
             out = rounding.at(point, _linear(a, weight) * alpha)
             return out if bias is None else rounding.at("bias", out + bias)
 
-        a = self.entering(x)
-        if self.quantised:
-            a = quantise(a, self.first_scale(position))
+        w = replace(w, gate=rounding.at("weight", w.gate) if w.gate is not None else None)
+        w = replace(w, up=rounding.at("weight", w.up), down=rounding.at("weight", w.down))
+        a = self.quantised(self.entering(x), position, first=True)
         up = gemm(a, w.up, w.up_bias, first, "gemm1")
         gate = None if w.gate is None else gemm(a, w.gate, w.gate_bias, first, "gemm1")
         between = rounding.at("activation", self.activate(gate, up, position))
-        b = quantise(between, self.second_scale(position)) if self.quantised else between
+        b = self.quantised(between, position, first=False)
         if rounding.folded and w.down_bias is None:
             return Stages(gate, up, between, rounding.at("gemm2", _linear(b, w.down) / FOLDED), second * FOLDED)
         return Stages(gate, up, between, gemm(b, w.down, w.down_bias, second, "gemm2"))
+
+    def quantised(self, x: Tensor, position: int, first: bool) -> Tensor:
+        """What GEMM1 (`first`) or GEMM2 reads of x, without the scale that its alpha undoes."""
+        return quantise(x, self.first_scale(position) if first else self.second_scale(position))
 
     def swiglu(self, position: int) -> tuple[float | None, float | None, float | None]:
         """limit, alpha and beta, real units: arguments of the activation's call, by the model's configuration."""
@@ -525,7 +567,9 @@ class _Marlin(_OneAlpha):
     scale_arguments = ("w1_scale", "w2_scale")
     bias_arguments = ("bias1", "bias2")
     alpha_arguments = ("global_scale1", "global_scale2")
-    quantised = False
+
+    def quantised(self, x: Tensor, position: int, first: bool) -> Tensor:
+        return x
 
     def __init__(self, layer: PackedLayer, device: torch.device) -> None:
         super().__init__(layer, device)
@@ -571,6 +615,124 @@ class _Marlin(_OneAlpha):
         )
 
 
+class _WeightOnlyInt4(_OneAlpha):
+    """int4 without alphas, 16-bit activations, gate first."""
+
+    weight_arguments = ("w1", "w2")
+    scale_arguments = ("w1_scale", "w2_scale")
+
+    def quantised(self, x: Tensor, position: int, first: bool) -> Tensor:
+        return x
+
+    def alphas(self, position: int) -> tuple[Tensor, Tensor]:
+        one = torch.ones((), device=self.device)
+        return one, one
+
+    def gate_and_up_rows(self) -> tuple[Tensor | None, Tensor]:
+        i = self.arange(self.inner)
+        return (i, i + self.inner) if self.gated else (None, i)
+
+    def matrix(self, weight: Tensor, scale: Tensor, rows: Tensor, columns: int) -> _Int4:
+        """Rows of a stored matrix."""
+        return _Int4(_row_major(weight, rows, columns), scale[rows], 8)
+
+    def codes(self, position: int) -> tuple[_Codes | None, _Codes, _Codes]:
+        stored = {name: tensor.to(self.device) for name, tensor in self.stored(position).items()}
+        w13, w2 = (stored[name] for name in self.weight_arguments)
+        s13, s2 = (stored[name] for name in self.scale_arguments)
+        gate, up = self.gate_and_up_rows()
+        return (
+            None if gate is None else self.matrix(w13, s13, gate, self.hidden),
+            self.matrix(w13, s13, up, self.hidden),
+            self.matrix(w2, s2, self.arange(self.hidden), self.inner),
+        )
+
+
+class _MarlinInt4(_WeightOnlyInt4):
+    def matrix(self, weight: Tensor, scale: Tensor, rows: Tensor, columns: int) -> _Int4:
+        """Columns `rows` of I32 [K/16, 2N]; scales [K/g, N]."""
+        found = _marlin_codes(weight, weight.view(torch.uint8), rows).nibbles
+        place = marlin_group_column(rows) if scale.shape[0] > 1 else marlin_bias_column(rows)
+        return _Int4(found, scale[:, place].T, 8)
+
+
+class _MxInt4(_WeightOnlyInt4):
+    weight_arguments = ("gemm1_weights", "gemm2_weights")
+    scale_arguments = ("gemm1_weights_scale", "gemm2_weights_scale")
+
+    def gate_and_up_rows(self) -> tuple[Tensor | None, Tensor]:
+        i, step = self.arange(self.inner), 2 if self.gated else 1
+        return (2 * i + 1 if self.gated else None), step * i
+
+    def matrix(self, weight: Tensor, scale: Tensor, rows: Tensor, columns: int) -> _Int4:
+        """Blocks of 128 bytes of a row, [K/256, M, 128]; one scale for 32 codes, swizzled."""
+        r = shuffled_row(rows)
+        byte = self.arange(columns // 2)
+        found = weight[byte // 128, r[:, None], byte % 128]
+        group = self.arange(columns // 32)
+        return _Int4(_nibbles(found), scale[swizzled_offset(r[:, None], group, columns // 32)])
+
+
+class _Fp8(_WeightOnlyInt4):
+    """int4 with E4M3 activations."""
+
+    @abstractmethod
+    def scaled(self, x: Tensor, position: int, first: bool) -> Tensor:
+        """What becomes E4M3."""
+
+    def quantised(self, x: Tensor, position: int, first: bool) -> Tensor:
+        return self.scaled(x, position, first).clamp(-448, 448).to(torch.float8_e4m3fn).to(_F32)
+
+
+class _W4AFp8(_Fp8):
+    weight_arguments = ("w1_q", "w2_q")
+    scale_arguments = ("w1_scale", "w2_scale")
+
+    def alphas(self, position: int) -> tuple[Tensor, Tensor]:
+        return self.args["a1_scale"][0].to(self.device), self.args["a2_scale"][0].to(self.device)
+
+    def scaled(self, x: Tensor, position: int, first: bool) -> Tensor:
+        return x / self.alphas(position)[0 if first else 1]
+
+    def matrix(self, weight: Tensor, scale: Tensor, rows: Tensor, columns: int) -> _Int4:
+        """Four groups of a row side by side where their number allows."""
+        group = self.arange(columns // 128)
+        side = 4 if columns // 128 % 4 == 0 else 1
+        scales = scale[group // side, rows[:, None] * side + group % side]
+        return _Int4(_row_major(weight.view(torch.uint8), rows, columns), scales)
+
+
+class _Sm90W4A8(_Fp8):
+    weight_arguments = ("fc1_expert_weights", "fc2_expert_weights")
+    scale_arguments = ("quant_scales[0]", "quant_scales[1]")
+
+    def __init__(self, layer: PackedLayer, device: torch.device) -> None:
+        super().__init__(layer, device)
+        numbered = {f"quant_scales[{i}]": scale for i, scale in enumerate(self.args["quant_scales"])}
+        self.args = {**self.args, **numbered}
+
+    def alphas(self, position: int) -> tuple[Tensor, Tensor]:
+        first, second = (self.args[f"quant_scales[{i}]"][position].to(self.device) for i in (6, 7))
+        return first, second
+
+    def scaled(self, x: Tensor, position: int, first: bool) -> Tensor:
+        """The product is rounded to BF16 first: golden flashinfer_sm90_w4a8."""
+        multiplier: Tensor = self.args[f"quant_scales[{2 if first else 3}]"].to(self.device)
+        return (x.to(torch.bfloat16) * multiplier).to(_F32)
+
+    def gate_and_up_rows(self) -> tuple[Tensor | None, Tensor]:
+        i = self.arange(self.inner)
+        return (i + self.inner, i) if self.gated else (None, i)
+
+    def matrix(self, weight: Tensor, scale: Tensor, rows: Tensor, columns: int) -> _Int4:
+        word = self.arange(columns // 4)
+        place = sm90_word(rows[:, None], word, columns // 4)
+        found = _raw(weight).view(-1, 2)[place].flatten(1)
+        group = self.arange(columns // 128)
+        r = rows[:, None]
+        return _Int4(_nibbles(found), scale[r // 64, group, r % 8, r % 64 // 8])
+
+
 def _linear(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out = a @ weight.T
     return out if bias is None else out + bias
@@ -582,6 +744,11 @@ _KERNELS: Mapping[str, type[_Kernel]] = {
     "flashinfer-cutedsl": _CuteDsl,
     "vllm-cutlass": _VllmCutlass,
     "vllm-marlin": _Marlin,
+    "vllm-marlin-int4": _MarlinInt4,
+    "moe-wna16": _WeightOnlyInt4,
+    "flashinfer-sm90-w4a8": _Sm90W4A8,
+    "sglang-w4afp8": _W4AFp8,
+    "flashinfer-mxint4": _MxInt4,
 }
 
 

@@ -25,6 +25,13 @@ rounded to E4M3 once more: r = 0.0266 (3 bits of mantissa: error uniform in ±1/
 it: 1/8 / sqrt(12) · sqrt(3 / (8·ln 2))). The output takes it once, as it takes an error of one half; r² joins the
 squares above. Against a BF16 checkpoint it is lost in q.
 
+**E4M3 activations** (W4A8). One quantisation to E4M3 of values spread over many binades is r too. So against the same
+weights silu gives sqrt(3)·r = 0.046 (FlashInfer's SM90 kernel on an H200 measured 0.047, shared/golden); and against
+the exact emulation a value flips with probability |d·v| / s as above, s = sqrt(12)·r·v: sqrt(0.8·d·sqrt(12)·r + 11·u²)
+= 0.015.
+
+**int4 weights.** Groups of 128 normal values with scale amax / 7: 0.118, measured likewise. Tails are worse.
+
 **16-bit global scales.** An engine that rounds them (SGLang's Marlin: up to 2^-9 or 2^-8 each) changes all of an
 expert's output one way. That change is known, and added as it is: to tolerances against real weights only.
 
@@ -44,7 +51,8 @@ The emulator may round where the kernel rounds; then it is closer. No bound belo
 
 **Headroom.** Tolerances are 1.5 times these. A single token may be twice as far (its error is a mean over fewer terms),
 and in W4A4 against exact as far as 1.5 · sqrt(2)·q = 0.20, everything quantised anew: one token may have one dominant
-block and that block's scale flips. Over n tokens, a whole output's or one expert's, the squares average:
+block and that block's scale flips. In W4A8 likewise 1.5 · sqrt(2)·r = 0.056, for a dominant value. Over n tokens,
+a whole output's or one expert's, the squares average:
 sqrt(all² + token²/n).
 The cosine follows: 1 - r²/2 is what an error of r leaves at least, to second order.
 
@@ -54,17 +62,25 @@ Layout errors are far outside: swapped halves 1.4, an expert missing 1, a scale 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from nvfp4prep.schema import Format
 from nvfp4prep.smoke.layer import Routing
+from nvfp4prep.targets import Activations
 
 BF16_ROUNDING = 0.0016
 NVFP4_NOISE = 0.095
 RESCALE_NOISE = 0.0266
+E4M3_NOISE = RESCALE_NOISE
+INT4_NOISE = 0.118
+
+_WEIGHT_NOISE: Mapping[Format | None, float] = {None: 0.0, Format.NVFP4: NVFP4_NOISE, Format.INT4: INT4_NOISE}
+_ACTIVATION_NOISE: Mapping[Activations, float] = {"16-bit": 0.0, "NVFP4": NVFP4_NOISE, "E4M3": E4M3_NOISE}
 
 _HEADROOM = 1.5
 _TOKEN = 2.0
@@ -198,39 +214,41 @@ class Tolerances:
         return math.hypot(self.rel_l2, self.token / math.sqrt(tokens))
 
 
-def exact_error(quantised_activations: bool) -> float:
+def exact_error(activations: Activations) -> float:
     """Expected relative L2 of a kernel against the exact emulation of its quantisation."""
     rounding = math.sqrt(_ROUNDINGS) * BF16_ROUNDING
-    if not quantised_activations:
+    if activations == "16-bit":
         return rounding
     shift = 0.8 * math.sqrt(3) * BF16_ROUNDING
+    if activations == "E4M3":
+        return math.hypot(rounding, math.sqrt(shift * math.sqrt(12) * E4M3_NOISE))
     flips = shift * (math.sqrt(12) * NVFP4_NOISE + 2 * NVFP4_NOISE**2 / _E4M3_STEP)
     return math.hypot(rounding, math.sqrt(flips))
 
 
 def quantisation_error(
-    kind: Literal["silu", "swiglu-oai", "relu2"], *, quantised_weights: bool, quantised_activations: bool
+    kind: Literal["silu", "swiglu-oai", "relu2"], *, weights: Format | None, activations: Activations
 ) -> float:
     """Expected relative L2 that quantisation alone makes against unquantised weights and activations.
 
-    `quantised_weights` is False when the reference has the same quantised weights.
+    `weights` is None when the reference has the same quantised weights.
     """
-    noise = NVFP4_NOISE * math.sqrt(quantised_weights + quantised_activations)
+    noise = math.hypot(_WEIGHT_NOISE[weights], _ACTIVATION_NOISE[activations])
     return noise * math.sqrt((4 / 3 if kind == "relu2" else 2) + 1)
 
 
-def exact_tolerances(quantised_activations: bool) -> Tolerances:
+def exact_tolerances(activations: Activations) -> Tolerances:
     """For a kernel against the exact emulation of the same quantisation."""
-    whole = _HEADROOM * exact_error(quantised_activations)
-    anew = _HEADROOM * math.sqrt(2) * NVFP4_NOISE
-    return Tolerances(whole, anew if quantised_activations else _TOKEN * whole)
+    whole = _HEADROOM * exact_error(activations)
+    anew = _HEADROOM * math.sqrt(2) * _ACTIVATION_NOISE[activations]
+    return Tolerances(whole, anew if activations != "16-bit" else _TOKEN * whole)
 
 
 def reference_tolerances(
     kind: Literal["silu", "swiglu-oai", "relu2"],
     *,
-    quantised_weights: bool,
-    quantised_activations: bool,
+    weights: Format | None,
+    activations: Activations,
     rescaled: bool = False,
     scale_change: float = 0.0,
 ) -> Tolerances:
@@ -239,8 +257,8 @@ def reference_tolerances(
     `rescaled`: gate and up were given one global scale, and the reference has the two. `scale_change`: relative change
     of an expert's output by the engine's rounding of its global scales.
     """
-    noise = quantisation_error(kind, quantised_weights=quantised_weights, quantised_activations=quantised_activations)
-    whole = _HEADROOM * math.hypot(noise, exact_error(quantised_activations), RESCALE_NOISE * rescaled)
+    noise = quantisation_error(kind, weights=weights, activations=activations)
+    whole = _HEADROOM * math.hypot(noise, exact_error(activations), RESCALE_NOISE * rescaled)
     return Tolerances(whole + scale_change, _TOKEN * whole + scale_change)
 
 

@@ -17,19 +17,19 @@ from torch import Tensor
 from nvfp4prep.blockscales import half_of
 from nvfp4prep.experts import Read
 from nvfp4prep.layouts.logical import Activation, Expert, Matrix, Scales
-from nvfp4prep.numerics import dequantize_nvfp4, quantize_dequantize_nvfp4
+from nvfp4prep.numerics import dequantize_int4, dequantize_nvfp4, encode_e4m3, quantize_dequantize_nvfp4
 from nvfp4prep.packing import reader
 from nvfp4prep.schema import FLOAT_DTYPES, GateUpOrder, Linear, MoeLayer, build_schema, gate_up_order
 from nvfp4prep.smoke.layer import LogicalLayer, Routing, Weights
 from nvfp4prep.smoke.rounding import FOLDED, NO_ROUNDING, Rounding, weighted_sum
 from nvfp4prep.source import Source, read_tensor, refuse
-from nvfp4prep.targets import Target
+from nvfp4prep.targets import Activations, Target
 
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
 def weights_of(expert: Expert, scales: Scales | None, e: int = 0) -> Weights:
-    """An expert dequantised, F32: e2m1 · block scale · weight_scale_2.
+    """An expert dequantised, F32: e2m1 · block scale · weight_scale_2; int4: code · group scale.
 
     Args:
       expert: logical tensors.
@@ -39,6 +39,9 @@ def weights_of(expert: Expert, scales: Scales | None, e: int = 0) -> Weights:
     """
 
     def dequantise(matrix: Matrix, scale: Tensor | None) -> Tensor:
+        if matrix.is_int4:
+            values = dequantize_int4(matrix.weight, matrix.scale)
+            return values if scale is None else values * scale[e]
         return dequantize_nvfp4(matrix.weight, matrix.scale, 1.0 if scale is None else scale[e])
 
     gate = None if expert.gate is None else dequantise(expert.gate, None if scales is None else scales.gate)
@@ -72,15 +75,15 @@ def scale_change(scales: Scales, engine: Scales) -> float:
 
 
 def exact(
-    layer: LogicalLayer, x: Tensor, routing: Routing, weight_only: bool, rounding: Rounding | None = None
+    layer: LogicalLayer, x: Tensor, routing: Routing, activations: Activations, rounding: Rounding | None = None
 ) -> Tensor:
-    """What a right kernel gives: F32 throughout, and NVFP4 where a W4A4 kernel quantises.
+    """What a right kernel gives: F32 throughout, and NVFP4 or E4M3 where it quantises.
 
     Args:
       layer: the whole layer.
       x: BF16 [T, H].
       routing: over all experts.
-      weight_only: W4A16: activations stay as they are.
+      activations: what enters each GEMM.
       rounding: also rounds to 16 bits where a kernel does (`rounding.rounding_of`). Without, a W4A4 kernel that writes
         16 bits before it requantises differs by some 2 %.
 
@@ -96,9 +99,13 @@ def exact(
             logical, replace(scales, down=torch.full_like(scales.down, 1 / FOLDED)) if folded else scales, e
         )
         quantisers: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = (_identity, _identity)
-        if not weight_only:
-            assert scales.w13_input is not None and scales.w2_input is not None
-            quantisers = _quantiser(scales.w13_input[e]), _quantiser(scales.w2_input[e])
+        if activations != "16-bit":
+            first, second = scales.w13_input, scales.w2_input
+            assert first is not None and second is not None
+            if activations == "NVFP4":
+                quantisers = _quantiser(first[e]), _quantiser(second[e])
+            else:
+                quantisers = _to_e4m3(first[e], scales.w13_factors), _to_e4m3(second[e], scales.w2_factors)
         out = _expert(weights, layer.activation, x[token], quantisers, points)
         return out, scales.down[e].to(x.device) * FOLDED if folded else None
 
@@ -135,6 +142,14 @@ def _quantiser(scale: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x: quantize_dequantize_nvfp4(x, stored, scale)
 
 
+def _to_e4m3(scale: Tensor, factors: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """E4M3(x / a) · a; where the kernel multiplies by factors, E4M3(x · (factors / a)) · a with both in BF16."""
+    if factors is None:
+        return lambda x: encode_e4m3(x / scale.to(x.device)).to(torch.float32) * scale.to(x.device)
+    multiplier = (factors / scale).to(torch.bfloat16)
+    return lambda x: encode_e4m3(x.to(torch.bfloat16) * multiplier.to(x.device)).to(torch.float32) * scale.to(x.device)
+
+
 def _expert(
     weights: Weights,
     activation: Activation,
@@ -143,7 +158,7 @@ def _expert(
     rounding: Rounding,
 ) -> Tensor:
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None, point: str) -> Tensor:
-        out = x @ weight.to(x.device).T
+        out = x @ rounding.at("weight", weight.to(x.device)).T
         if bias is None:
             return rounding.at(point, out)
         if rounding.early_bias:

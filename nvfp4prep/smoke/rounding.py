@@ -25,7 +25,8 @@ class Rounding:
     are added before GEMMs' outputs are rounded, not after. `silu`: silu(gate) before it is multiplied by up, without a
     clamp. `activation`: the activation's output. `gemm2`: an expert's output. `routing`: the routing weight.
     `weighted`: output times weight, before the sum. `folded`: GEMM2's alpha is not in an expert's output but multiplied
-    into the routing weight, before that is rounded; with a bias it is not, and weighting is F32.
+    into the routing weight, before that is rounded; with a bias it is not, and weighting is F32. `weight`: code times
+    group scale of int4.
     """
 
     gemm1: bool = False
@@ -37,6 +38,7 @@ class Rounding:
     routing: bool = False
     weighted: bool = False
     folded: bool = False
+    weight: bool = False
     dtype: torch.dtype = torch.bfloat16
 
     def at(self, point: str, x: Tensor) -> Tensor:
@@ -68,6 +70,19 @@ ROUNDING: Mapping[str, Rounding] = {
     "vllm-marlin": Rounding(
         gemm1=True, bias=True, silu=True, activation=True, gemm2=True, routing=True, weighted=True, folded=True
     ),
+    # The same kernel without a global scale; weights are code times scale in 16-bit registers.
+    "vllm-marlin-int4": Rounding(
+        gemm1=True, silu=True, activation=True, gemm2=True, routing=True, weighted=True, weight=True
+    ),
+    # `fused_moe_kernel_gptq_awq`: dequantised weights are cast before the dot product, the F32 accumulator is
+    # multiplied by the F32 routing weight and cast.
+    "moe-wna16": Rounding(gemm1=True, silu=True, activation=True, weighted=True, weight=True),
+    # As flashinfer-cutlass; group scales are applied to F32 partial sums.
+    "flashinfer-sm90-w4a8": Rounding(gemm1=True, activation=True, weighted=True),
+    # `cutlass_w4a8_moe`: both GEMMs write BF16, silu·up is quantised from F32, the sum over experts is F32.
+    "sglang-w4afp8": Rounding(gemm1=True, gemm2=True),
+    # As flashinfer-trtllm, with a BF16 intermediate. A binary too.
+    "flashinfer-mxint4": Rounding(activation=True, gemm2=True, routing=True),
 }
 
 

@@ -18,7 +18,7 @@ from nvfp4prep.schema import build_schema
 from nvfp4prep.smoke.check import Subject
 from nvfp4prep.smoke.subject import Real, from_packed, from_prepared
 from nvfp4prep.source import Source, open_source, read_json
-from nvfp4prep.targets import HF, Target, check_target, present_capability, target_for
+from nvfp4prep.targets import HF, Target, check_target, layout_of, present_capability, target_for
 from nvfp4prep.unpack import Packed, read_packed_output
 
 
@@ -54,7 +54,7 @@ def subject_of(ckpt: str, options: Options | None, reference: str | None, source
         checkpoint = read_checkpoint(ckpt)
         chosen = replace(options or Options(default_target(checkpoint)), pre_quant_scale="fold")
         if chosen.target == HF:
-            raise InputRefused([Finding("nothing-to-check", "error", "no NVFP4 experts that a packed target takes")])
+            raise InputRefused([Finding("nothing-to-check", "error", "no experts that a packed target takes")])
         return from_prepared(decide(checkpoint, chosen), real)
     except LayoutError as error:
         raise InputRefused([Finding("smoke-refused", "error", str(error))]) from None
@@ -67,7 +67,7 @@ def _is_packed(path: Path) -> bool:
 
 def _packed(path: Path, options: Options | None, real: Real, source: str | None) -> tuple[Packed, Real]:
     packed = read_packed_output(path)
-    if options is not None and options.target != packed.target.layout:
+    if options is not None and options.target != packed.target.layout.removesuffix("-int4"):
         raise UsageFault(f"{path} is packed as {packed.target.layout_id}; leave --target out")
     if source is None:
         return packed, real
@@ -95,7 +95,8 @@ def _options_of(packed: Packed) -> Options:
 def default_target(checkpoint: Checkpoint) -> str:
     """As `--target auto`, but flashinfer-trtllm without a GPU; vllm-marlin where that does not fit; else hf."""
     wanted = target_for(present_capability())
-    for layout in dict.fromkeys((wanted if wanted != HF else "flashinfer-trtllm", "flashinfer-trtllm", "vllm-marlin")):
+    for name in dict.fromkeys((wanted if wanted != HF else "flashinfer-trtllm", "flashinfer-trtllm", "vllm-marlin")):
+        layout = layout_of(name, checkpoint.schema)
         target = Target(layout)
         if not check_target(
             checkpoint.schema, checkpoint.config, checkpoint.weight_only, target, "auto", "layer-max", "fold"
@@ -117,7 +118,7 @@ def subject_of_output(prepared: Prepared, root: Path) -> Subject:
     source = _written(prepared, root)
     try:
         if pack is not None:
-            layers = checkpoint.schema.nvfp4_layers
+            layers = pack.target.layers(checkpoint.schema)
             packed = Packed(source, checkpoint.config, {}, pack.target, layers, {})
             return from_packed(packed, Real(source=prepared))
         schema = build_schema(source.tensors, checkpoint.config)

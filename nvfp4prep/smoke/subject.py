@@ -13,12 +13,13 @@ from torch import Tensor
 
 from nvfp4prep import packing
 from nvfp4prep.convert import Prepared
-from nvfp4prep.experts import Read, join_slices, load_expert, slice_expert
+from nvfp4prep.experts import Read, Slice, join_slices, load_expert, slice_expert
+from nvfp4prep.folding import Factors
 from nvfp4prep.layouts.logical import Expert, LayerFacts, Scales
 from nvfp4prep.packing import DTYPES, PackJob, projections
 from nvfp4prep.plan import Rank, key_of
 from nvfp4prep.scales import Resolution
-from nvfp4prep.schema import MoeLayer
+from nvfp4prep.schema import Format, MoeLayer
 from nvfp4prep.smoke.check import Reference, Subject
 from nvfp4prep.smoke.layer import LogicalLayer, PackedLayer, Weights
 from nvfp4prep.smoke.reference import reference_weights, weights_of
@@ -95,7 +96,7 @@ def from_prepared(prepared: Prepared, real: Real) -> Subject:
     return Subject(
         job.target,
         checkpoint.config,
-        checkpoint.schema.nvfp4_layers,
+        job.target.layers(checkpoint.schema),
         pack,
         lambda moe: _source_layer(moe, prepared, read),
         *_real_of(real if real.reference or real.source else replace(real, source=prepared)),
@@ -112,27 +113,29 @@ def pack_in_memory(moe: MoeLayer, rank: Rank, job: PackJob, resolution: Resoluti
     geometry, share = target.geometry(moe, rank.tp), target.share(moe, rank.tp)
     facts = job.facts.get((moe.path, rank), LayerFacts(target.engine, target.activation_dtype))
     experts = target.experts(moe, rank.ep)
-    scales = packing.rank_scales(moe, experts, resolution)
+    scales = packing.with_factors(packing.rank_scales(moe, experts, resolution), job.factors.get(moe.path), share)
     scalars = target.module.scalars(scales, job.activation(moe), facts)
     stacked: dict[str, list[Tensor]] = {}
     for position, e in enumerate(experts):
-        part = slice_expert(load_expert(moe, e, read, resolution.rescales)[0], share, rank.tp == 0)
+        part = slice_expert(packing.logical_expert(moe, e, job, resolution, read)[0], share, rank.tp == 0)
         mine = packing.expert_facts(facts, scalars, position) if geometry.biased else facts
         for name, value in target.module.pack(part, geometry, mine).items():
             stacked.setdefault(name, []).append(value)
     packed = {name: torch.stack(values) for name, values in stacked.items()}
-    own = packing.own_scalars(moe, experts, job, resolution, scalars)  # as a packed output stores them
+    own = packing.own_scalars(moe, experts, job, resolution, scales, scalars)  # as a packed output stores them
     return PackedLayer(target, geometry, job.activation(moe), facts, experts, packed, own, scales)
 
 
 def _source_layer(moe: MoeLayer, prepared: Prepared, read: Mapped) -> LogicalLayer:
     """What a layer means, from the source's tensors and the resolution."""
+    job = prepared.job.pack
+    assert job is not None
     activation = activation_of(prepared.checkpoint.config, moe.gated)
     scales = packing.rank_scales(moe, range(moe.expert_count), prepared.resolution)
-    rescales = prepared.resolution.rescales
+    scales = packing.with_factors(scales, job.factors.get(moe.path), Slice(0, moe.intermediate))
 
     def expert(e: int) -> Expert:
-        return load_expert(moe, e, _copied(read), rescales)[0]
+        return packing.logical_expert(moe, e, job, prepared.resolution, _copied(read))[0]
 
     return LogicalLayer(moe.hidden, moe.intermediate, moe.expert_count, activation, expert, scales)
 
@@ -145,15 +148,32 @@ def _real_of(real: Real) -> tuple[Callable[[MoeLayer], Callable[[int], Weights]]
     assert real.source is not None
     prepared = real.source
     read = Mapped(prepared.checkpoint.source)
-    layers = {moe.path: moe for moe in prepared.checkpoint.schema.nvfp4_layers}
+    layers = {moe.path: moe for moe in prepared.checkpoint.schema.moe_layers}
     stored = Resolution(prepared.checkpoint.scale_values, {}, (), (), ())
+    job = prepared.job.pack
 
     def of_layer(moe: MoeLayer) -> Callable[[int], Weights]:
         own = layers[moe.path]
         scales = packing.rank_scales(own, range(own.expert_count), stored)
-        return lambda e: weights_of(load_expert(own, e, _copied(read), {})[0], scales, e)
+        factors = None if job is None else job.factors.get(own.path)
+
+        def weights(e: int) -> Weights:
+            expert = load_expert(own, e, _copied(read), {})[0]
+            if job is not None and own.path in job.rows:
+                expert = packing.with_stored_row_factors(expert, own, e, read)
+            return _with_columns(weights_of(expert, scales, e), factors)
+
+        return weights
 
     return of_layer, SOURCE
+
+
+def _with_columns(weights: Weights, factors: Factors | None) -> Weights:
+    """Weights for inputs that no factors have been multiplied into."""
+    if factors is None:
+        return weights
+    gate = None if weights.gate is None else weights.gate * factors.w13
+    return replace(weights, gate=gate, up=weights.up * factors.w13, down=weights.down * factors.w2)
 
 
 def _rescaled_by(prepared: Prepared | None) -> Callable[[MoeLayer], bool]:
@@ -163,7 +183,7 @@ def _rescaled_by(prepared: Prepared | None) -> Callable[[MoeLayer], bool]:
     rescales = prepared.resolution.rescales
     paths = {
         moe.path
-        for moe in prepared.checkpoint.schema.nvfp4_layers
+        for moe in prepared.checkpoint.schema.nvfp4_layers  # the only ones with block scales that change
         if any(linear.params["weight_scale"].name in rescales for linear in (*moe.w13, *moe.w2))
     }
     return lambda moe: moe.path in paths
@@ -190,7 +210,7 @@ def from_packed(packed: Packed, real: Real) -> Subject:
     if real.source is not None:
         prepared = real.source
         mapped = Mapped(prepared.checkpoint.source)
-        layers = {moe.path: moe for moe in prepared.checkpoint.schema.nvfp4_layers}
+        layers = {moe.path: moe for moe in prepared.checkpoint.schema.moe_layers}
 
         def logical(moe: MoeLayer) -> LogicalLayer:
             return _source_layer(layers[moe.path], prepared, mapped)
@@ -233,14 +253,15 @@ def _parameters_of(
     """A layer's small tensors as stored, and as the source (else the stored logical scales) makes them."""
     target, tensors = packed.target, packed.source.tensors
     job = None if prepared is None else prepared.job.pack
-    layers = {} if prepared is None else {moe.path: moe for moe in prepared.checkpoint.schema.nvfp4_layers}
+    layers = {} if prepared is None else {moe.path: moe for moe in prepared.checkpoint.schema.moe_layers}
 
     def parameters(moe: MoeLayer, rank: Rank) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         folder = target.folder(rank)
         if job is not None and prepared is not None:
             made = packing.rank_parameters(layers[moe.path], rank, job, prepared.resolution)
         else:
-            scales = _stored_scales(moe, _stored_scalars(moe, rank, target, packed.source, read))
+            stored = _stored_scalars(moe, rank, target, packed.source, read)
+            scales = _stored_scales(moe, len(target.experts(moe, rank.ep)), stored)
             facts = packing.stored_facts(moe, rank, 0, target, read)
             kernel = target.module.scalars(scales, activation_of(packed.config, moe.gated), facts)
             made = {
@@ -273,7 +294,7 @@ def stored_layer(
     experts = target.experts(moe, rank.ep)
     scalars = _stored_scalars(moe, rank, target, source, read)
     facts = packing.stored_facts(moe, rank, 0, target, read)
-    scales = _stored_scales(moe, scalars)
+    scales = _stored_scales(moe, len(experts), scalars)
     activation = activation_of(config, moe.gated)
     geometry = target.geometry(moe, rank.tp)
     packed = {tensor: read(key) for tensor, key in present.items()}
@@ -286,15 +307,22 @@ def _stored_scalars(moe: MoeLayer, rank: Rank, target: Target, source: Source, r
     return {key[len(prefix) :]: read(key) for key in source.tensors if key.startswith(prefix)}
 
 
-def _stored_scales(moe: MoeLayer, scalars: Mapping[str, Tensor]) -> Scales:
-    """The logical global scales stored beside the packed tensors."""
+def _stored_scales(moe: MoeLayer, experts: int, scalars: Mapping[str, Tensor]) -> Scales:
+    """The logical global scales stored beside the packed tensors; int4 has none."""
     inputs = [scalars[f"{p}_input_scale"] for p in projections(moe)[:-1] if f"{p}_input_scale" in scalars]
+    gate, up, down = (scalars.get(f"{p}_weight_scale_2") for p in ("gate", "up", "down"))
+    if moe.format is Format.INT4:
+        up = down = torch.ones(experts)
+        gate = up if moe.gated else None
+    assert up is not None and down is not None
     return Scales(
-        scalars.get("gate_weight_scale_2"),
-        scalars["up_weight_scale_2"],
-        scalars["down_weight_scale_2"],
+        gate,
+        up,
+        down,
         torch.stack(inputs).amax(0) if inputs else None,
         scalars.get("down_input_scale"),
+        scalars.get("w13_pre_quant_scale"),
+        scalars.get("w2_pre_quant_scale"),
     )
 
 
@@ -304,7 +332,8 @@ def _unpacked_layer(
     """What a packed layer means, by the layout's unpack; all ranks must be there."""
     share = moe.expert_count // target.ep
     parts = [_stored_own(moe, target, source, read, ep) for ep in range(target.ep)]
-    scales = _stored_scales(moe, {name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    scales = _stored_scales(moe, moe.expert_count, joined | _stored_factors(moe, target, source, read))
 
     @lru_cache(maxsize=2)
     def expert(e: int) -> Expert:
@@ -319,6 +348,18 @@ def _unpacked_layer(
     return LogicalLayer(
         moe.hidden, moe.intermediate, moe.expert_count, activation_of(config, moe.gated), expert, scales
     )
+
+
+def _stored_factors(moe: MoeLayer, target: Target, source: Source, read: Mapped) -> dict[str, Tensor]:
+    """What the kernel multiplies all experts' inputs by, w2's joined over the TP ranks."""
+
+    def stored(gemm: str, tp: int) -> Tensor:
+        return read(key_of(target.folder(Rank(tp, 0)), f"{target.own_prefix(moe)}{gemm}_pre_quant_scale"))
+
+    if not target.module.REQUIRES.pre_quant_scale:
+        return {}
+    w2 = torch.cat([stored("w2", tp) for tp in range(target.tp)])
+    return {"w13_pre_quant_scale": stored("w13", 0), "w2_pre_quant_scale": w2}
 
 
 def _stored_own(moe: MoeLayer, target: Target, source: Source, read: Mapped, ep_rank: int) -> dict[str, Tensor]:
