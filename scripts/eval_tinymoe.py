@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Held-out loss of the tiny Qwen3-MoE under the ways in which engines read a quantised checkpoint's scales.
 
-Reads NVFP4 and int4 as ModelOpt exports them, and both as `convert --target compressed-tensors` writes them. The
+Reads NVFP4 and int4 as ModelOpt exports them, both as `convert --target compressed-tensors` writes them, and packed
+outputs, whose experts are read from their bytes by the kernel's index formulas, as the smoke check's emulator does. The
 forward pass is plain torch in F32. W4A16 dequantises all weights. W4A4 (NVFP4) and W4A8 (int4, E4M3 activations) also
 quantise the inputs of both expert GEMMs, emulated; other linears stay W4A16. Several directories become columns of one
 table. One small model, emulated: no substitute for an evaluation.
@@ -24,6 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from nvfp4prep.errors import Stop
+from nvfp4prep.layouts import LAYOUTS
 from nvfp4prep.numerics import (
     decode_e4m3,
     dequantize_nvfp4,
@@ -31,6 +34,11 @@ from nvfp4prep.numerics import (
     quantize_dequantize_nvfp4,
     unpack_nibbles,
 )
+from nvfp4prep.plan import Rank
+from nvfp4prep.schema import Format, MoeLayer
+from nvfp4prep.smoke.emulator import read_weights
+from nvfp4prep.smoke.subject import Mapped, stored_layer
+from nvfp4prep.unpack import Packed, read_packed_output
 
 WINDOW = 512
 BATCH = 16
@@ -186,27 +194,69 @@ def load(directory: str | Path) -> Model:
     try:
         config = json.loads((root / "config.json").read_text())
         _require_supported(config)
-        for file in sorted(root.glob("*.safetensors")):
+        for file in sorted([*root.glob("*.safetensors"), *root.glob("common/*.safetensors")]):
             tensors |= load_file(file)
-        return _model(config, tensors)
+        packed = config.get("quantization_config", {}).get("quant_method") == "nvfp4prep"
+        return _model(config, tensors, packed_experts(root) if packed else {})
     except KeyError as error:
         raise ValueError(f"{root}: no {error}; a Qwen3-MoE with one linear per expert is needed") from error
-    except (ValueError, SafetensorError) as error:
+    except (ValueError, SafetensorError, Stop) as error:
         raise ValueError(f"{root}: {error}") from error
 
 
-def _model(config: Mapping[str, Any], tensors: Tensors) -> Model:
-    form = _form_of_experts(tensors)
+def packed_experts(root: Path) -> dict[str, Linear]:
+    """The routed experts' linears of a packed output, by module: code · scale as the kernel reads it.
+
+    Raises:
+      Stop: it can't be read, or not all of its ranks are there.
+    """
+    packed = read_packed_output(root)
+    read = Mapped(packed.source)
+    linears: dict[str, Linear] = {}
+    for moe in packed.layers:
+        for e in range(moe.expert_count):
+            parts = [_packed_part(packed, moe, e, tp, read) for tp in range(packed.target.tp)]
+            for projection, axis in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+                shares = [part[projection] for part in parts]
+                smoothing = shares[0].smoothing
+                if axis == 1 and smoothing is not None:
+                    smoothing = torch.cat([share.smoothing for share in shares if share.smoothing is not None])
+                weight = torch.cat([share.weight for share in shares], axis)
+                linears[f"{moe.container}.{e}.{projection}"] = Linear(weight, smoothing, shares[0].input_scale)
+    return linears
+
+
+def _packed_part(packed: Packed, moe: MoeLayer, e: int, tp: int, read: Mapped) -> dict[str, Linear]:
+    """A TP rank's share of one expert."""
+    target = packed.target
+    ep, position = divmod(e, moe.expert_count // target.ep)
+    layer = stored_layer(moe, Rank(tp, ep), target, packed.config, packed.source, read)
+    if layer is None:
+        raise ValueError(f"{moe.path}: rank {tp}, {ep} is not there")
+    weights, scales, inner = read_weights(layer, position), layer.scales, layer.geometry.intermediate
+    assert weights.gate is not None and scales.gate is not None
+    first, second = (None if scale is None else scale[position].item() for scale in (scales.w13_input, scales.w2_input))
+    hidden = moe.hidden
+    return {
+        "gate_proj": Linear(weights.gate[:inner, :hidden] * scales.gate[position], scales.w13_factors, first),
+        "up_proj": Linear(weights.up[:inner, :hidden] * scales.up[position], scales.w13_factors, first),
+        "down_proj": Linear(weights.down[:hidden, :inner] * scales.down[position], scales.w2_factors, second),
+    }
+
+
+def _model(config: Mapping[str, Any], tensors: Tensors, packed: Mapping[str, Linear]) -> Model:
+    form = _form_of_packed(config) if packed else _form_of_experts(tensors)
     embedding = tensors["model.embed_tokens.weight"].float()
 
     def layers(misread: str | None = None) -> tuple[Layer, ...]:
-        return tuple(_layer(config, tensors, f"model.layers.{n}", misread) for n in range(config["num_hidden_layers"]))
+        paths = [f"model.layers.{n}" for n in range(config["num_hidden_layers"])]
+        return tuple(_layer(config, tensors, packed, path, misread) for path in paths)
 
     return Model(
         config=config,
         embedding=embedding,
         layers=layers(),
-        misread={key: layers(key) for key in _misreadings(tensors, form)},
+        misread={} if packed else {key: layers(key) for key in _misreadings(tensors, form)},
         norm=tensors["model.norm.weight"].float(),
         head=embedding if config.get("tie_word_embeddings") else _linear(tensors, "lm_head").merged(),
         form=form,
@@ -222,6 +272,11 @@ def _require_supported(config: Mapping[str, Any]) -> None:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", "default") != "default":
         raise ValueError(f"config.json: rope_type is {rope['rope_type']!r}; this forward pass has only 'default'")
+
+
+def _form_of_packed(config: Mapping[str, Any]) -> str:
+    layout = config["quantization_config"]["layout"].partition("/")[0]
+    return INT4 if LAYOUTS[layout].REQUIRES.format is Format.INT4 else NVFP4
 
 
 def _form_of_experts(tensors: Tensors) -> str:
@@ -242,7 +297,9 @@ def _misreadings(tensors: Tensors, form: str) -> list[str]:
     return [SCALE_BITS] if form == INT4 and dtypes & {torch.float16, torch.bfloat16} else []
 
 
-def _layer(config: Mapping[str, Any], tensors: Tensors, path: str, misread: str | None) -> Layer:
+def _layer(
+    config: Mapping[str, Any], tensors: Tensors, packed: Mapping[str, Linear], path: str, misread: str | None
+) -> Layer:
     experts = config.get("num_experts") or config["num_local_experts"]
     modules = [f"{path}.mlp.experts.{expert}" for expert in range(experts)]
     return Layer(
@@ -254,13 +311,16 @@ def _layer(config: Mapping[str, Any], tensors: Tensors, path: str, misread: str 
         },
         attention={p: _linear(tensors, f"{path}.self_attn.{p}_proj", misread).merged() for p in "qkvo"},
         router=_linear(tensors, f"{path}.mlp.gate").merged(),
-        w13=_gemm(tensors, modules, misread, "gate_proj", "up_proj"),
-        w2=_gemm(tensors, modules, misread, "down_proj"),
+        w13=_gemm(tensors, packed, modules, misread, "gate_proj", "up_proj"),
+        w2=_gemm(tensors, packed, modules, misread, "down_proj"),
     )
 
 
-def _gemm(tensors: Tensors, modules: Sequence[str], misread: str | None, *projections: str) -> Gemm:
-    experts = [[_linear(tensors, f"{module}.{p}", misread) for p in projections] for module in modules]
+def _gemm(
+    tensors: Tensors, packed: Mapping[str, Linear], modules: Sequence[str], misread: str | None, *projections: str
+) -> Gemm:
+    names = [[f"{module}.{p}" for p in projections] for module in modules]
+    experts = [[packed.get(name) or _linear(tensors, name, misread) for name in row] for row in names]
     for module, linears in zip(modules, experts, strict=True):
         smoothing = [one.smoothing for one in linears if one.smoothing is not None]
         if len(smoothing) not in (0, len(linears)) or not all(torch.equal(smoothing[0], s) for s in smoothing):
