@@ -124,18 +124,12 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
         )
     else:
         from nvfp4prep import packing
-        from nvfp4prep.folding import fold_all, has_pre_quant_scale, place_all
+        from nvfp4prep.folding import placement
         from nvfp4prep.layouts.logical import LayoutError
 
-        layers = asked.target.layers(schema)
-        job = packing.PackJob(asked.target, folder, checkpoint.config, checkpoint.scale_values, {})
-        if asked.target.module.REQUIRES.pre_quant_scale:
-            factors = place_all(checkpoint, layers, options.pre_quant_scale == "fold")
-            rows = frozenset(path for path, placed in factors.items() if placed.rows)
-            job = replace(job, factors=factors, rows=rows)
-        else:
-            folds = fold_all(checkpoint)
-            job = replace(job, rows=frozenset(moe.path for moe in layers if has_pre_quant_scale(moe)))
+        placed = placement(checkpoint, asked.target, options.pre_quant_scale == "fold")
+        folds = placed.folds
+        job = packing.unplanned(checkpoint, asked.target, folder, placed)
         instead = _instead(folds, key_of(folder, asked.target.common), number)
         try:
             job = packing.with_facts(job, source, schema, resolution, workers)
@@ -174,7 +168,7 @@ def _without_factors(checkpoint: Checkpoint, quant: qc.QuantConfig) -> qc.QuantC
 
 
 def _instead(folds: Mapping[str, Fold], folder: str, number: int) -> dict[str, Step]:
-    """Steps that write folded norms, and the weights divided for them. Raises InputRefused for a quantised reader."""
+    """Steps that write folded norms, and the weights divided for them."""
     from nvfp4prep.numerics import raw_bytes
 
     steps: dict[str, Step] = {}
@@ -182,11 +176,6 @@ def _instead(folds: Mapping[str, Fold], folder: str, number: int) -> dict[str, S
         steps[fold.norm.name] = Constant(key_of(folder, fold.norm.name), bytes(raw_bytes(fold.folded)))
         for reader in fold.readers:
             weight = reader.params["weight"]
-            if reader.format is not Format.UNQUANTIZED:
-                message = f"{path}: pre_quant_scale can't be folded: {reader.module} reads the norm and is quantised"
-                raise InputRefused(
-                    [Finding("target-refused", "error", message, weight.file, weight.name, reader.layer)]
-                )
             steps[weight.name] = Divide(weight, key_of(folder, weight.name), path, number)
     return steps
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from nvfp4prep.model_config import sections
 from nvfp4prep.schema import FLOAT_DTYPES, Format, Linear, MoeLayer
 from nvfp4prep.source import read_tensor
 from nvfp4prep.widening import widened
+
+if TYPE_CHECKING:
+    from nvfp4prep.targets import Target
 
 DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -59,6 +63,19 @@ class Factors:
     rows: bool
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where the pre_quant_scale of the routed experts goes for one target, by MoE path.
+
+    `folds` are those of gate and up that go into norms, `factors` those that the kernel has a place for, `rows` the
+    layers whose down's go into the rows of up.
+    """
+
+    folds: Mapping[str, Fold]
+    factors: Mapping[str, Factors]
+    rows: frozenset[str]
+
+
 def has_pre_quant_scale(moe: MoeLayer) -> bool:
     """Whether any of a layer's experts has one."""
     return any("pre_quant_scale" in linear.params for linear in (*moe.w13, *moe.w2))
@@ -74,6 +91,41 @@ def read_floats(checkpoint: Checkpoint, tensor: TensorInfo) -> Tensor:
     """A small float tensor as F32. Raises EnvironmentFault."""
     values = widened(tensor.dtype, read_tensor(checkpoint.source, tensor))
     return torch.from_numpy(values.copy()).view(tensor.shape)
+
+
+def placement(checkpoint: Checkpoint, target: Target, fold: bool) -> Placement:
+    """Where pre_quant_scale goes for a packed target.
+
+    Args:
+        checkpoint: as read.
+        target: one that `targets.check_target` has nothing against.
+        fold: whether what the kernel has no place for may be folded.
+
+    Raises:
+        InputRefused: it can't go anywhere, or a reader of a folded norm is quantised, which stays as it is here.
+        EnvironmentFault: I/O.
+    """
+    layers = target.layers(checkpoint.schema)
+    if target.module.REQUIRES.pre_quant_scale:
+        factors = place_all(checkpoint, layers, fold)
+        return Placement({}, factors, frozenset(path for path, placed in factors.items() if placed.rows))
+    folds = fold_all(checkpoint)
+    refused = [
+        Finding(
+            "target-refused",
+            "error",
+            f"{path}: pre_quant_scale can't be folded: {reader.module} reads the norm and is quantised",
+            reader.params["weight"].file,
+            reader.params["weight"].name,
+            reader.layer,
+        )
+        for path, found in folds.items()
+        for reader in found.readers
+        if reader.format is not Format.UNQUANTIZED
+    ]
+    if refused:
+        raise InputRefused(refused)
+    return Placement(folds, {}, frozenset(moe.path for moe in layers if has_pre_quant_scale(moe)))
 
 
 def place_all(checkpoint: Checkpoint, layers: Sequence[MoeLayer], fold: bool) -> dict[str, Factors]:

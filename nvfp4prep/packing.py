@@ -65,8 +65,9 @@ from nvfp4prep.source import Source, read_slice, read_tensor
 from nvfp4prep.targets import IDENTITY, Target, activation_of, has_biases
 
 if TYPE_CHECKING:
+    from nvfp4prep.checkpoint import Checkpoint
     from nvfp4prep.execute import Context
-    from nvfp4prep.folding import Factors
+    from nvfp4prep.folding import Factors, Placement
 
 DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
@@ -643,6 +644,11 @@ def _has_input_scale(moe: MoeLayer) -> bool:
 
 
 # --- what packing needs to know of a whole layer ---------------------------------------------------------------------
+
+
+def unplanned(checkpoint: Checkpoint, target: Target, folder: str, placed: Placement) -> PackJob:
+    """The job before anything is known of its layers (`with_facts`)."""
+    return PackJob(target, folder, checkpoint.config, checkpoint.scale_values, {}, placed.factors, placed.rows)
 
 
 def with_facts(job: PackJob, source: Source, schema: Schema, resolution: Resolution, workers: int) -> PackJob:

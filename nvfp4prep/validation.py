@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvfp4prep import checks
 from nvfp4prep import manifest as manifests
@@ -14,10 +14,14 @@ from nvfp4prep.checkpoint import Checkpoint, peek_checkpoint, read_checkpoint
 from nvfp4prep.checks import files
 from nvfp4prep.errors import CheckFailed, InputRefused, UsageFault
 from nvfp4prep.findings import Finding, errors
-from nvfp4prep.options import COMPRESSED, Ask, Options, ask
+from nvfp4prep.options import COMPRESSED, Options, ask
 from nvfp4prep.rules import LEVELS, RULES, SEVERITIES, Level, Rule, Severity
 from nvfp4prep.scales import Resolution, resolve
 from nvfp4prep.source import Source, open_source, read_json, verify_unchanged
+
+if TYPE_CHECKING:
+    from nvfp4prep.folding import Placement
+    from nvfp4prep.targets import Target
 
 _NO_CHECKPOINT = frozenset({"no-such-checkpoint", "not-a-directory", "no-weights"})
 """Rules whose findings mean that there is nothing to validate."""
@@ -197,32 +201,36 @@ def _of_target(checkpoint: Checkpoint, level: Level, options: Options, workers: 
         return list(refused.findings)
     if level == "headers":
         return []
+    placed: Placement | None = None
     try:
         if options.target != "hf":
-            from nvfp4prep.folding import fold_all
+            from nvfp4prep.folding import fold_all, placement
 
-            fold_all(checkpoint)
+            if asked.target is None:
+                fold_all(checkpoint)
+            else:
+                placed = placement(checkpoint, asked.target, options.pre_quant_scale == "fold")
     except InputRefused as refused:
         return list(refused.findings)
     resolution = resolve(checkpoint.schema, checkpoint.scale_values, asked.weight_only, asked.policy)
     findings = list(resolution.findings)
-    if level == "full" and not errors(findings):
-        findings += _of_kernel(checkpoint, asked, resolution, workers)
+    if level == "full" and placed is not None and asked.target is not None and not errors(findings):
+        findings += _of_kernel(checkpoint, asked.target, placed, resolution, workers)
     return findings
 
 
-def _of_kernel(checkpoint: Checkpoint, asked: Ask, resolution: Resolution, workers: int) -> list[Finding]:
+def _of_kernel(
+    checkpoint: Checkpoint, target: Target, placed: Placement, resolution: Resolution, workers: int
+) -> list[Finding]:
     """What a layout can't store, for which it looks at all block scales."""
-    if asked.target is None:
-        return []
     from nvfp4prep import packing
     from nvfp4prep.layouts.logical import LayoutError
 
-    job = packing.PackJob(asked.target, "", checkpoint.config, checkpoint.scale_values, {})
+    job = packing.unplanned(checkpoint, target, "", placed)
     try:
         packing.with_facts(job, checkpoint.source, checkpoint.schema, resolution, workers)
     except LayoutError as error:
-        return [Finding("target-refused", "error", f"{asked.target.layout}: {error}")]
+        return [Finding("target-refused", "error", f"{target.layout}: {error}")]
     except InputRefused as refused:
         return list(refused.findings)
     return []
