@@ -55,7 +55,7 @@ def _swap_nibbles(words: Tensor) -> Tensor:
 
 
 _LINE_ORDER = np.arange(64).reshape(4, 2, 2, 4).transpose(3, 0, 2, 1).reshape(64)
-"""Source byte of each byte of a line: (n/16, n/8, k%2, k/2), of n within 64 and k within 8, to (k/2, n/16, k%2, n/8)."""
+"""Source byte of each byte of a line: (n/16, n/8, k%2, k/2), n within 64 and k within 8, to (k/2, n/16, k%2, n/8)."""
 _LINE_SOURCE = np.argsort(_LINE_ORDER)
 
 
@@ -76,7 +76,8 @@ GROUPED_ORDER, SINGLE_ORDER = _orders()
 
 def permute_columns(values: Tensor, order: Tensor) -> Tensor:
     """Columns in Marlin's order: within each run of len(order) columns, column i comes from order[i]."""
-    return values.reshape(-1, len(order))[:, order].reshape(values.shape)
+    runs = values.reshape(-1, len(order)).numpy()
+    return torch.from_numpy(runs.take(order.numpy(), 1)).view(values.shape)
 
 
 def restore_columns(values: Tensor, order: Tensor) -> Tensor:
