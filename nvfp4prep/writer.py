@@ -14,7 +14,7 @@ import re
 import resource
 import shutil
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -295,7 +295,6 @@ class PartialOutput:
         self._files = _OpenFiles(self.partial)
         self._shards: list[str] = []
         self._fresh: Counter[str] = Counter()
-        self._writing: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._parents: list[Path] = []
         self._former: Identity | None = None
         self._own: Identity | None = None
@@ -462,17 +461,13 @@ class PartialOutput:
         view = memoryview(data)
         try:
             with self._files.use(file) as descriptor:
-                # The kernel lets one thread at a time write to a file, and has the others spin.
-                with self._writing[file]:
-                    self._fresh[file] += len(view)
-                    while view:
-                        written = os.pwrite(descriptor, view, position)
-                        view = view[written:]
-                        position += written
-                    due = self._fresh[file] >= _WRITEBACK_BYTES
-                    if due:
-                        self._fresh[file] = 0
-                if due:
+                self._fresh[file] += len(view)
+                while view:
+                    written = os.pwrite(descriptor, view, position)
+                    view = view[written:]
+                    position += written
+                if self._fresh[file] >= _WRITEBACK_BYTES:
+                    self._fresh[file] = 0  # threads may count past each other: it only says when
                     start_writeback(descriptor)
         except OSError as error:
             raise fault(self.partial / file, f"writing at byte {position} failed", error) from None
