@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from time import monotonic
@@ -15,6 +17,7 @@ import xxhash
 from nvfp4prep.errors import EnvironmentFault, Stopped
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.journal import Outcome, finished, line
+from nvfp4prep.libc import keep_freed_memory
 from nvfp4prep.plan import (
     PIECE_BYTES,
     Compress,
@@ -123,6 +126,7 @@ def execute(
     Raises:
         EnvironmentFault: reading or writing failed; the first failure stops the others.
     """
+    keep_freed_memory()
     kept = output.open_shards(plan.shards)
     done = finished(output.journalled if kept else (), plan)
     whole = Outcome()
@@ -137,7 +141,7 @@ def execute(
         context = Context(source, plan, jobs, output, descriptors, progress, stop, whole, lock, local)
         reports: SimpleQueue[tuple[int, Outcome | BaseException]] = SimpleQueue()
         todo = [number for number in range(len(plan.items)) if number not in done]
-        with ThreadPoolExecutor(workers, thread_name_prefix="nvfp4prep") as pool:
+        with one_thread_each(), ThreadPoolExecutor(workers, thread_name_prefix="nvfp4prep") as pool:
             for number in todo:
                 pool.submit(_report, context, number, reports)
             try:
@@ -146,6 +150,21 @@ def execute(
                 stop.set()
                 pool.shutdown(wait=True, cancel_futures=True)
     return whole
+
+
+@contextmanager
+def one_thread_each() -> Iterator[None]:
+    """Threads started inside compute on their own: torch would give each as many more as there are CPUs."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _report(context: Context, number: int, reports: SimpleQueue[tuple[int, Outcome | BaseException]]) -> None:

@@ -22,10 +22,13 @@ from types import TracebackType
 
 from nvfp4prep.errors import CheckFailed, EnvironmentFault, InputRefused, UsageFault
 from nvfp4prep.findings import Finding
+from nvfp4prep.libc import start_writeback
 from nvfp4prep.plan import Shard
 from nvfp4prep.source import read_json
 
 _CHUNK = 1 << 24
+_WRITEBACK_BYTES = 1 << 25
+"""Written to a shard before its way to disk begins: the disk then works beside the run, not after it."""
 _MOST_LINKS = 40
 _MOST_FILES = 128
 _MARKER_TEXT = re.compile(rb"(?:nvfp4prep (\d+)\n(?:plan ([0-9a-f]{32})\n(?P<journal>.*))?)?", re.DOTALL)
@@ -291,6 +294,7 @@ class PartialOutput:
         self._replaced, self._marker = replaced_path(self.out), marker_path(self.out)
         self._files = _OpenFiles(self.partial)
         self._shards: list[str] = []
+        self._fresh: Counter[str] = Counter()
         self._parents: list[Path] = []
         self._former: Identity | None = None
         self._own: Identity | None = None
@@ -457,10 +461,14 @@ class PartialOutput:
         view = memoryview(data)
         try:
             with self._files.use(file) as descriptor:
+                self._fresh[file] += len(view)
                 while view:
                     written = os.pwrite(descriptor, view, position)
                     view = view[written:]
                     position += written
+                if self._fresh[file] >= _WRITEBACK_BYTES:
+                    self._fresh[file] = 0  # threads may count past each other: it only says when
+                    start_writeback(descriptor)
         except OSError as error:
             raise fault(self.partial / file, f"writing at byte {position} failed", error) from None
 

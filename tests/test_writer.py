@@ -18,6 +18,7 @@ from runner import Run, run, snapshot
 from nvfp4prep import writer
 from nvfp4prep.convert import _previous_shard_bytes
 from nvfp4prep.errors import UsageFault
+from nvfp4prep.plan import Shard
 
 DENSE, QWEN = "qwen3-dense-nvfp4", "qwen3moe-nvfp4-perexpert"
 Fetch = Callable[[str], Path]
@@ -263,3 +264,14 @@ def test_side_files_with_names_of_the_output(
 @pytest.mark.parametrize(("value", "taken"), [(5, 5), (True, None), (0, None), (1 << 63, None), (1.5, None)])
 def test_previous_shard_size(value: object, taken: int | None) -> None:
     assert _previous_shard_bytes(json.loads(json.dumps({"runs": [{"options": {"max_shard_bytes": value}}]}))) == taken
+
+
+def test_shards_start_for_the_disk_while_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(writer, "start_writeback", started.append)
+    monkeypatch.setattr(writer, "_WRITEBACK_BYTES", 100)
+    with writer.PartialOutput(tmp_path / "out", "0" * 32) as output:
+        output.open_shards([Shard("model.safetensors", (), b"h" * 10, 300)])
+        for position in range(10, 290, 70):
+            output.write("model.safetensors", position, b"x" * 70)
+    assert len(started) == 2

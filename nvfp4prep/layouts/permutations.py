@@ -13,6 +13,10 @@ from nvfp4prep.layouts.logical import round_up
 # --- SWZ: the 128x4 block-scale swizzle ------------------------------------------------------------------------------
 
 
+_FOUR = {1: torch.int32, 2: torch.int64}
+"""Four neighbours, which stay together, as one number; by bytes of each (the golden vectors have 2)."""
+
+
 def swizzle(scale: Tensor) -> Tensor:
     """Block scales in the order of Blackwell's block-scaled tensor cores.
 
@@ -28,16 +32,18 @@ def swizzle(scale: Tensor) -> Tensor:
         U8 [M', K'], its bytes in swizzled order.
     """
     rows, columns = round_up(scale.shape[0], 128), round_up(scale.shape[1], 4)
-    padded = pad_zeros(scale, (0, columns - scale.shape[1], 0, rows - scale.shape[0]))
-    tiles = padded.view(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(rows, columns)
+    padded = pad_zeros(scale, (0, columns - scale.shape[1], 0, rows - scale.shape[0])).contiguous()
+    fours = padded.view(_FOUR[scale.element_size()]).view(rows // 128, 4, 32, columns // 4).permute(0, 3, 2, 1)
+    return fours.contiguous().view(scale.dtype).view(rows, columns)
 
 
 def unswizzle(swizzled: Tensor, rows: int, columns: int) -> Tensor:
     """The inverse of swizzle: U8 [rows, columns] from U8 [M', K']."""
     padded_rows, padded_columns = swizzled.shape
-    tiles = swizzled.reshape(padded_rows // 128, padded_columns // 4, 32, 4, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(padded_rows, padded_columns)[:rows, :columns]
+    fours = swizzled.contiguous().view(_FOUR[swizzled.element_size()])
+    tiles = fours.view(padded_rows // 128, padded_columns // 4, 32, 4).permute(0, 3, 2, 1)
+    linear = tiles.contiguous().view(swizzled.dtype)
+    return linear.view(padded_rows, padded_columns)[:rows, :columns]
 
 
 # --- ROW and GATED: TRT-LLM-gen's row shuffle ------------------------------------------------------------------------
