@@ -14,15 +14,16 @@ from nvfp4prep import checks, validation
 from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
 from nvfp4prep.checkpoint import Checkpoint, read_checkpoint
-from nvfp4prep.errors import InputRefused
-from nvfp4prep.execute import Job, execute, shard_digests
+from nvfp4prep.errors import InputRefused, UsageFault
+from nvfp4prep.execute import Elsewhere, Job, execute, shard_digests
 from nvfp4prep.findings import Finding, errors
 from nvfp4prep.header import TensorInfo
-from nvfp4prep.journal import Outcome, plan_id
+from nvfp4prep.journal import Outcome, finished, plan_id
 from nvfp4prep.options import COMPRESSED, Options, ask
 from nvfp4prep.plan import Constant, Divide, Plan, Step, index_of, key_of, make_plan, merge
 from nvfp4prep.scales import Resolution, ScalePolicy, changes, output_shape, resolve
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, Schema
+from nvfp4prep.sharing import Share, SharedJob, SharedOutput, unfinished
 from nvfp4prep.source import INDEX, verify_unchanged
 from nvfp4prep.unusable import TEXTS
 from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space
@@ -252,11 +253,15 @@ def write_all(
     workers: int,
     progress: Callable[[int], None],
     check: Callable[[Prepared, Path], None] = no_check,
+    shares: int | None = None,
+    elsewhere: Callable[[str], Elsewhere] | None = None,
 ) -> Result:
     """Write one or several prepared targets of one checkpoint, each to its folder of `out`, reading the source once.
 
     `check(prepared, folder)` looks at the finished shards, which have no config or index yet; where it raises
-    CheckFailed, they stay under OUT.partial and OUT does not appear.
+    CheckFailed, they stay under OUT.partial and OUT does not appear. With `shares`, that many processes have written
+    everything (`write_share`), and what they have not is a UsageFault. `elsewhere(plan id)` runs items on other
+    machines.
 
     Raises:
         CheckFailed: by `check`, or the output does not pass `validate`.
@@ -265,18 +270,16 @@ def write_all(
         EnvironmentFault: I/O; nothing is left under `out`.
     """
     source = targets[0].checkpoint.source
-    check_destination(out, source.root, overwrite=overwrite)
-    for prepared in targets:
-        _check_side_files(prepared)
-    check_space(out, sum(prepared.bytes_needed for prepared in targets))
-    plan = merge([prepared.plan for prepared in targets])
-    decided = [(prepared.options, prepared.policy, prepared.job.resolution.values) for prepared in targets]
-    with PartialOutput(out, plan_id(source, plan, decided)) as output:
-        for prepared in targets:
-            for name in source.side_files:
-                if name not in _REWRITTEN:
-                    output.copy_side_file(source.root / name, key_of(prepared.folder, name))
-        outcome = execute(source, plan, [prepared.job for prepared in targets], output, workers, progress)
+    plan, identity = _checked(targets, out, overwrite=overwrite)
+    jobs = [prepared.job for prepared in targets]
+    with PartialOutput(out, identity) as output:
+        if shares is not None:
+            left = unfinished(out, set(finished(output.journalled, plan)), len(plan.items), shares)
+            if left is not None:
+                raise UsageFault(left)
+        _copy_side_files(targets, output)
+        there = None if elsewhere is None else elsewhere(identity)
+        outcome = execute(source, plan, jobs, output, workers, progress, elsewhere=there)
         if outcome.unusable:
             raise InputRefused(_unusable(targets[0].checkpoint, outcome.unusable_by_tensor()))
         output.seal()
@@ -293,6 +296,62 @@ def write_all(
 
         output.publish([file for files in small for file in files], overwrite=overwrite, check=validate)
     return Result(out, tuple(written), outcome)
+
+
+def write_share(
+    targets: Sequence[Prepared],
+    out: Path,
+    share: Share,
+    job: SharedJob,
+    *,
+    overwrite: bool,
+    workers: int,
+    progress: Callable[[int], None],
+) -> None:
+    """Write one share of what `write_all` writes, to an OUT.partial that several processes share.
+
+    Args:
+        targets, out, overwrite, workers, progress: as for `write_all`.
+        share: which.
+        job: what `finish` must know to go on; noted beside OUT.partial by the first of the processes.
+
+    Raises:
+        InputRefused, UsageFault, EnvironmentFault: as `write_all`.
+    """
+    source = targets[0].checkpoint.source
+    plan, identity = _checked(targets, out, overwrite=overwrite)
+    with SharedOutput(out, identity, share, job) as output:
+        if output.makes_files:
+            _copy_side_files(targets, output)
+        outcome = execute(source, plan, [one.job for one in targets], output, workers, progress, share.has)
+        if outcome.unusable:
+            raise InputRefused(_unusable(targets[0].checkpoint, outcome.unusable_by_tensor()))
+        verify_unchanged(source)
+
+
+def _checked(targets: Sequence[Prepared], out: Path, *, overwrite: bool) -> tuple[Plan, str]:
+    """The plan of all targets and its id, once nothing stands in the way of writing it."""
+    source = targets[0].checkpoint.source
+    check_destination(out, source.root, overwrite=overwrite)
+    for prepared in targets:
+        _check_side_files(prepared)
+    check_space(out, sum(prepared.bytes_needed for prepared in targets))
+    return identified(targets)
+
+
+def identified(targets: Sequence[Prepared]) -> tuple[Plan, str]:
+    """The plan of all targets, and its id."""
+    plan = merge([prepared.plan for prepared in targets])
+    decided = [(prepared.options, prepared.policy, prepared.job.resolution.values) for prepared in targets]
+    return plan, plan_id(targets[0].checkpoint.source, plan, decided)
+
+
+def _copy_side_files(targets: Sequence[Prepared], output: PartialOutput) -> None:
+    source = targets[0].checkpoint.source
+    for prepared in targets:
+        for name in source.side_files:
+            if name not in _REWRITTEN:
+                output.copy_side_file(source.root / name, key_of(prepared.folder, name))
 
 
 def _unusable(checkpoint: Checkpoint, counts: Mapping[str, Mapping[str, int]]) -> list[Finding]:
