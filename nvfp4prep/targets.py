@@ -252,13 +252,9 @@ def check_target(
     """Everything that keeps a checkpoint from being packed for a target, as errors with what would work."""
     requires = target.module.REQUIRES
     if target.engine not in requires.engines:
-        names = ", ".join(requires.engines)
-        return [
-            _error(
-                f"{target.engine} {ENGINE_VERSIONS[target.engine]} has no such {requires.format.value} experts; use --engine {names}",
-                target,
-            )
-        ]
+        engine = f"{target.engine} {ENGINE_VERSIONS[target.engine]}"
+        message = f"{engine} has no such {requires.format.value} experts; use --engine {', '.join(requires.engines)}"
+        return [_error(message, target)]
     if target.activation_dtype not in requires.activation_dtypes:
         dtypes = ", ".join(requires.activation_dtypes)
         return [_error(f"the kernel does not compute in {target.activation_dtype}; use {dtypes}", target)]
