@@ -105,17 +105,39 @@ def _place(checkpoint: Checkpoint, moe: MoeLayer, fold: bool) -> Factors | Findi
     odd = _odd_factors(moe)
     if odd is not None:
         return odd
+    bad = _unusable(checkpoint, moe)
+    if bad is not None:
+        return bad
     first, differing = _shared_factors(checkpoint, moe.w13, moe.hidden)
     if differing:
-        return _refused(moe, _differ(differing, moe.w13, "gate/up"), _experts_of(differing))
+        return _not_one(moe, _differ(differing, moe.w13, "gate/up"), differing)
     second, differing = _shared_factors(checkpoint, moe.w2, moe.intermediate)
     if not differing:
         return Factors(first, second, False)
     if not fold:
         message = f"{_differ(differing, moe.w2, 'down')}; --pre-quant-scale fold moves them into up's scales"
-        return _refused(moe, message, _experts_of(differing))
+        return _not_one(moe, message, differing)
     problem = _immovable(checkpoint, moe, activation_kind(checkpoint))
     return problem or Factors(first, torch.ones(moe.intermediate), True)
+
+
+def _unusable(checkpoint: Checkpoint, moe: MoeLayer) -> Finding | None:
+    """The first pre_quant_scale of a layer that holds what nothing can be multiplied by."""
+    for linear in (*moe.w13, *moe.w2):
+        tensor = linear.params.get("pre_quant_scale")
+        if tensor is None:
+            continue
+        values = read_floats(checkpoint, tensor)
+        if not bool(torch.isfinite(values).all()) or bool((values == 0).any()):
+            experts = () if linear.expert is None else (linear.expert,)
+            text = f"{moe.path}: {tensor.name} holds zero, inf or NaN"
+            return Finding("target-refused", "error", text, tensor.file, tensor.name, moe.layer, experts)
+    return None
+
+
+def _not_one(moe: MoeLayer, message: str, differing: Sequence[Linear]) -> Finding:
+    text = f"{moe.path}: the kernel takes one pre_quant_scale for all experts: {message}"
+    return Finding("target-refused", "error", text, layer=moe.layer, experts=_experts_of(differing))
 
 
 def _shared_factors(checkpoint: Checkpoint, linears: Sequence[Linear], size: int) -> tuple[Tensor, list[Linear]]:
@@ -149,32 +171,35 @@ def activation_kind(checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def fold_all(checkpoint: Checkpoint) -> dict[str, Fold]:
-    """How pre_quant_scale of each MoE layer is folded away.
+def fold_all(checkpoint: Checkpoint, layers: Sequence[MoeLayer]) -> dict[str, Fold]:
+    """How pre_quant_scale of each of the MoE layers is folded away.
 
     Raises:
         InputRefused: it can't be.
         EnvironmentFault: I/O.
     """
-    folds, refused = fold_layers(checkpoint, activation_kind(checkpoint))
+    folds, refused = fold_layers(checkpoint, activation_kind(checkpoint), layers)
     if refused:
         raise InputRefused(refused)
     return folds
 
 
-def fold_layers(checkpoint: Checkpoint, activation: str | None) -> tuple[dict[str, Fold], list[Finding]]:
+def fold_layers(
+    checkpoint: Checkpoint, activation: str | None, layers: Sequence[MoeLayer]
+) -> tuple[dict[str, Fold], list[Finding]]:
     """The fold of each MoE layer whose gate and up have a pre_quant_scale, by path, and what keeps others from it.
 
     Args:
         checkpoint: as read.
         activation: the experts' activation, None for an unknown one; down's is folded only where it is linear in up.
+        layers: NVFP4 or int4; those of another target's stay as they are.
 
     Raises:
         EnvironmentFault: I/O.
     """
     folds: dict[str, Fold] = {}
     findings: list[Finding] = []
-    for moe in checkpoint.schema.layers_of(Format.NVFP4, Format.INT4):
+    for moe in layers:
         if not has_pre_quant_scale(moe):
             continue
         problem = _problem(checkpoint, moe, activation)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvfp4prep import checks
 from nvfp4prep import manifest as manifests
@@ -14,10 +14,14 @@ from nvfp4prep.checkpoint import Checkpoint, peek_checkpoint, read_checkpoint
 from nvfp4prep.checks import files
 from nvfp4prep.errors import CheckFailed, InputRefused, UsageFault
 from nvfp4prep.findings import Finding, errors
-from nvfp4prep.options import COMPRESSED, Ask, Options, ask
+from nvfp4prep.options import COMPRESSED, Options, ask
 from nvfp4prep.rules import LEVELS, RULES, SEVERITIES, Level, Rule, Severity
 from nvfp4prep.scales import Resolution, resolve
+from nvfp4prep.schema import Format
 from nvfp4prep.source import Source, open_source, read_json, verify_unchanged
+
+if TYPE_CHECKING:
+    from nvfp4prep.packing import PackJob
 
 _NO_CHECKPOINT = frozenset({"no-such-checkpoint", "not-a-directory", "no-weights"})
 """Rules whose findings mean that there is nothing to validate."""
@@ -197,35 +201,39 @@ def _of_target(checkpoint: Checkpoint, level: Level, options: Options, workers: 
         return list(refused.findings)
     if level == "headers":
         return []
+    job = None
     try:
-        if options.target != "hf":
+        if options.target == COMPRESSED:
             from nvfp4prep.folding import fold_all
 
-            fold_all(checkpoint)
+            fold_all(checkpoint, checkpoint.schema.layers_of(Format.NVFP4, Format.INT4))
+        elif asked.target is not None:
+            from nvfp4prep import packing
+
+            job, _ = packing.pack_job(checkpoint, asked.target, "", options.pre_quant_scale == "fold")
     except InputRefused as refused:
         return list(refused.findings)
     resolution = resolve(checkpoint.schema, checkpoint.scale_values, asked.weight_only, asked.policy)
     findings = list(resolution.findings)
     if level == "full" and not errors(findings):
-        findings += _of_kernel(checkpoint, asked, resolution, workers)
+        findings += _of_kernel(checkpoint, job, resolution, workers)
     return findings
 
 
-def _of_kernel(checkpoint: Checkpoint, asked: Ask, resolution: Resolution, workers: int) -> list[Finding]:
+def _of_kernel(checkpoint: Checkpoint, job: PackJob | None, resolution: Resolution, workers: int) -> list[Finding]:
     """What a layout can't store, for which it looks at all block scales."""
-    if asked.target is None:
+    if job is None:
         return []
     from nvfp4prep import packing
     from nvfp4prep.layouts.logical import LayoutError
 
-    job = packing.PackJob(asked.target, "", checkpoint.config, checkpoint.scale_values, {})
     try:
         packing.with_facts(job, checkpoint.source, checkpoint.schema, resolution, workers)
     except LayoutError as error:
-        return [Finding("target-refused", "error", f"{asked.target.layout}: {error}")]
+        return [Finding("target-refused", "error", f"{job.target.layout}: {error}")]
     except InputRefused as refused:
         return list(refused.findings)
-    return []
+    return packing.group_scale_findings(checkpoint.source, checkpoint.schema, job, resolution, workers)
 
 
 # --- outputs of convert ----------------------------------------------------------------------------------------------
