@@ -167,7 +167,7 @@ def _without_factors(checkpoint: Checkpoint, quant: qc.QuantConfig, folds: Colle
 
 
 def _instead(folds: Mapping[str, Fold], folder: str, number: int) -> dict[str, Step]:
-    """Steps that write folded norms, and the weights divided for them. Raises InputRefused for a quantised reader."""
+    """Steps that write folded norms, and the weights divided for them."""
     from nvfp4prep.numerics import raw_bytes
 
     steps: dict[str, Step] = {}
@@ -175,11 +175,6 @@ def _instead(folds: Mapping[str, Fold], folder: str, number: int) -> dict[str, S
         steps[fold.norm.name] = Constant(key_of(folder, fold.norm.name), bytes(raw_bytes(fold.folded)))
         for reader in fold.readers:
             weight = reader.params["weight"]
-            if reader.format is not Format.UNQUANTIZED:
-                message = f"{path}: pre_quant_scale can't be folded: {reader.module} reads the norm and is quantised"
-                raise InputRefused(
-                    [Finding("target-refused", "error", message, weight.file, weight.name, reader.layer)]
-                )
             steps[weight.name] = Divide(weight, key_of(folder, weight.name), path, number)
     return steps
 

@@ -117,9 +117,23 @@ def pack_job(checkpoint: Checkpoint, target: Target, folder: str, fold: bool) ->
     job = PackJob(target, folder, checkpoint.config, checkpoint.scale_values, {})
     if not target.module.REQUIRES.pre_quant_scale:
         folds = folding.fold_all(checkpoint, layers)
+        quantised = [
+            _undividable(path, reader)
+            for path, fold in folds.items()
+            for reader in fold.readers
+            if reader.format is not Format.UNQUANTIZED
+        ]
+        if quantised:
+            raise InputRefused(quantised)
         return replace(job, rows=frozenset(moe.path for moe in layers if folding.has_pre_quant_scale(moe))), folds
     factors = folding.place_all(checkpoint, layers, fold)
     return replace(job, factors=factors, rows=frozenset(path for path, found in factors.items() if found.rows)), {}
+
+
+def _undividable(path: str, reader: Linear) -> Finding:
+    weight = reader.params["weight"]
+    message = f"{path}: pre_quant_scale can't be folded: {reader.module} reads the norm and is quantised"
+    return Finding("target-refused", "error", message, weight.file, weight.name, reader.layer)
 
 
 # --- scales of one rank ----------------------------------------------------------------------------------------------
