@@ -439,6 +439,14 @@ def test_weights_compute_the_same_after_folding(checkpoint: Fetch, tmp_path: Pat
         assert np.allclose(int4_oracle.dequantised(after, f"{module}.gate_proj"), gate, rtol=2.0**-8, atol=0)
 
 
+def test_an_hf_output_packs_to_the_same_bytes(checkpoint: Fetch, tmp_path: Path) -> None:
+    hf = packs.pack(checkpoint(W4A16), tmp_path / "hf", "hf")
+    options: dict[str, Any] = {"pre_quant_scale": "fold", "ep": 2}
+    out = packs.pack(checkpoint(W4A16), tmp_path / "out", "vllm-marlin", **options)
+    again = packs.pack(hf, tmp_path / "again", "vllm-marlin", **options)
+    assert packs.differences(packs.contents(again), packs.contents(out)) == []
+
+
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
@@ -751,6 +759,10 @@ def test_factors_that_are_no_factors(kind: str, target: str, value: float, check
     assert re.search("zero, inf or NaN", found[0]["message"]), found
 
 
+SHARED = {
+    f"{MLP0}.shared_expert.up_proj.weight": torch.zeros(64, 256, dtype=torch.uint8),
+    f"{MLP0}.shared_expert.up_proj.weight_scale": torch.ones(128, 2),
+}
 CONFIGS: dict[str, tuple[Damage, str]] = {
     "another activation": (
         lambda ck: ck.config.update(hidden_act="gelu"), "activation 'gelu' .gated., which nvfp4prep does not know",
@@ -758,6 +770,14 @@ CONFIGS: dict[str, tuple[Damage, str]] = {
     "a clamp": (lambda ck: ck.config.update(swiglu_limit=7.0), "clamp"),
     "another architecture": (
         lambda ck: ck.config.update(model_type="mystery"), "what reads the norms of model_type 'mystery' is not known",
+    ),
+    "a quantised reader of the norm": (
+        lambda ck: ck.tensors.update(SHARED),
+        rf"{MLP0}.shared_expert.up_proj reads the norm and is quantised",
+    ),
+    "act-order": (
+        lambda ck: ck.tensors.update({f"{EXPERT3}.up_proj.g_idx": torch.arange(256, dtype=torch.int32)}),
+        "the experts have g_idx, which this kernel has no place for",
     ),
     "a biased norm": (
         lambda ck: ck.tensors.update({"model.layers.0.post_attention_layernorm.bias": torch.ones(256)}), "has a bias",
@@ -768,10 +788,13 @@ CONFIGS: dict[str, tuple[Damage, str]] = {
 @pytest.mark.parametrize("case", CONFIGS)
 def test_models_that_nothing_can_be_folded_in(case: str, checkpoint: Fetch, tmp_path: Path) -> None:
     change, says = CONFIGS[case]
-    source = damage.damaged(checkpoint(W4A8), tmp_path / "source", change)
-    found = refused(source, "--target", "vllm-marlin", "--pre-quant-scale", "fold").findings
+    source = damage.damaged(checkpoint(W4A16), tmp_path / "source", change)
+    options = ("--target", "vllm-marlin", "--pre-quant-scale", "fold")
+    found = refused(source, *options).findings
     assert {one["rule"] for one in found} == {"target-refused"}
     assert re.search(says, found[0]["message"]), found[0]["message"]
+    told = run("validate", source, *options, "--format", "json").json["findings"]
+    assert {one["message"] for one in found} <= {one["message"] for one in told}
 
 
 def test_a_kernel_with_a_place_needs_no_known_norm(checkpoint: Fetch, tmp_path: Path) -> None:
@@ -780,6 +803,35 @@ def test_a_kernel_with_a_place_needs_no_known_norm(checkpoint: Fetch, tmp_path: 
     assert packs.pack(source, tmp_path / "out", SM90).is_dir()
     told = run("validate", source, "--target", SM90, "--format", "json")
     assert not [one for one in told.json["findings"] if one["rule"] == "target-refused"]
+
+
+def test_only_the_targets_own_layers_are_folded(checkpoint: Fetch, tmp_path: Path) -> None:
+    """Layer 0 int4, layer 1 NVFP4 without factors: a target for NVFP4 leaves layer 0 as it is, to the bit."""
+    nvfp4 = damage.load(checkpoint("qwen3moe-nvfp4-perexpert"))
+
+    def mixed(ck: Editable) -> None:
+        own = [name for name in ck.tensors if name.startswith("model.layers.1.")]
+        ck.remove(own)
+        ck.tensors |= {name: value for name, value in nvfp4.tensors.items() if name.startswith("model.layers.1.")}
+        ck.set_algo("MIXED_PRECISION")
+        modules = {name.removesuffix(".weight_scale"): ck.tensors[name] for name in ck.scales("weight_scale")}
+        layers = {
+            module: {"quant_algo": "NVFP4", "group_size": 16}
+            if scale.dtype == torch.float8_e4m3fn
+            else {"quant_algo": "W4A16_AWQ", "group_size": 128}
+            for module, scale in modules.items()
+        }
+        for section in ck.sections:
+            section.pop("group_size", None)
+            section["quantized_layers"] = layers
+
+    source = damage.damaged(checkpoint(W4A16), tmp_path / "source", mixed)
+    out = packs.pack(source, tmp_path / "out", "flashinfer-cutlass")
+    before, after = packs.tensors_of(source), packs.tensors_of(out)
+    for name in before:
+        if "layers.0." in name:
+            assert packs.same_bytes(after[name], before[name]), name
+    assert "folded" not in packs.read_json(out / packs.MANIFEST)["runs"][-1]
 
 
 def test_only_the_experts_quantised(checkpoint: Fetch, tmp_path: Path) -> None:
