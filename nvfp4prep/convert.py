@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,7 +117,7 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
         from nvfp4prep.folding import fold_all
 
         found += compressed_tensors.warnings(checkpoint)
-        folds = fold_all(checkpoint)
+        folds = fold_all(checkpoint, schema.layers_of(Format.NVFP4, Format.INT4))
         plan = compressed_tensors.make_compressed_plan(checkpoint, resolution, folds, shard_bytes, folder, number)
     elif asked.target is None:
         plan = make_plan(
@@ -125,12 +125,9 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
         )
     else:
         from nvfp4prep import packing
-        from nvfp4prep.folding import placement
         from nvfp4prep.layouts.logical import LayoutError
 
-        placed = placement(checkpoint, asked.target, options.pre_quant_scale == "fold")
-        folds = placed.folds
-        job = packing.unplanned(checkpoint, asked.target, folder, placed)
+        job, folds = packing.pack_job(checkpoint, asked.target, folder, options.pre_quant_scale == "fold")
         instead = _instead(folds, key_of(folder, asked.target.common), number)
         try:
             job = packing.with_facts(job, source, schema, resolution, workers)
@@ -152,20 +149,22 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
         found += _form_warnings(schema, policy, resolution)
     quant = qc.rewrite(schema, checkpoint.quant, checkpoint.exclude)
     if folds and asked.target is not None:
-        quant = _without_factors(checkpoint, quant)
+        quant = _without_factors(checkpoint, quant, folds)
     whole = Job(resolution, job, folds)
     return Prepared(checkpoint, options, policy, shard_bytes, plan, whole, quant, tuple(found), folder)
 
 
-def _without_factors(checkpoint: Checkpoint, quant: qc.QuantConfig) -> qc.QuantConfig:
-    """The configuration once the experts' pre_quant_scale is folded away: no AWQ where no other linear has one."""
+def _without_factors(checkpoint: Checkpoint, quant: qc.QuantConfig, folds: Collection[str]) -> qc.QuantConfig:
+    """The configuration once the factors of the layers `folds` are folded away, where no other linear has any."""
     schema = checkpoint.schema
-    routed = {linear.module for moe in schema.moe_layers for linear in (*moe.w13, *moe.w2)}
-    left = [x for x in schema.linears.values() if "pre_quant_scale" in x.params and x.module not in routed]
-    if left or quant.algo != "NVFP4_AWQ":
+    folded = {linear.module for moe in schema.moe_layers if moe.path in folds for linear in (*moe.w13, *moe.w2)}
+    if any("pre_quant_scale" in x.params for x in schema.linears.values() if x.module not in folded):
         return quant
-    extras = {key: value for key, value in (quant.extras or {}).items() if key != "pre_quant_scale"}
-    return replace(quant, algo=qc.W4A4, extras=extras)
+    extras = dict(quant.extras or {})
+    if quant.algo == "NVFP4_AWQ":
+        extras.pop("pre_quant_scale", None)
+        return replace(quant, algo=qc.W4A4, extras=extras)
+    return replace(quant, extras={**extras, "pre_quant_scale": False} if "pre_quant_scale" in extras else extras)
 
 
 def _instead(folds: Mapping[str, Fold], folder: str, number: int) -> dict[str, Step]:

@@ -91,6 +91,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (QWEN, ("--target", "flashinfer-trtllm", "--tp", "2", "--ep", "2")),
         (LLAMA4, ("--target", "vllm-marlin", "--target", "hf")),
         ("qwen3moe-int4awq", ("--target", "compressed-tensors", "--pre-quant-scale", "fold")),
+        ("qwen3moe-int4awq", ("--target", "vllm-marlin", "--target", "moe-wna16", "--pre-quant-scale", "fold")),
+        ("qwen3moe-w4a8awq", ("--target", "flashinfer-sm90-w4a8", "--ep", "4")),
     ],
 )
 def test_killed_again_and_again(
