@@ -79,14 +79,17 @@ def block_scale_interleave(scale: Tensor) -> Tensor:
 
 
 def gptq_marlin_repack(
-    weight: Tensor, perm: Tensor | None, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False
+    b_q_weight: Tensor, perm: Tensor | None, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False
 ) -> Tensor:
     """vLLM's and SGLang's `gptq_marlin_repack`, a CUDA kernel, for 4 bits without act-order. Golden vectors.
 
-    `weight` is GPTQ's I32 [K/8, N], which is NVFP4's U8 [N, K/2] read as I32 and transposed.
+    `b_q_weight` is GPTQ's I32 [K/8, N], which is NVFP4's U8 [N, K/2] read as I32 and transposed. The kernel checks its
+    tiles of 16 x 64.
     """
+    if size_k % 16 or size_n % 64:
+        raise RuntimeError(f"[{size_k}, {size_n}] is not divisible by tiles of [16, 64]")
     assert (num_bits, is_a_8bit, perm is None or perm.numel() == 0) == (4, False, True)
-    nibbles = weight.T.contiguous().view(torch.uint8).view(size_n, size_k // 2)
+    nibbles = b_q_weight.T.contiguous().view(torch.uint8).view(size_n, size_k // 2)
     return marlin_repack.repack(nibbles)
 
 
@@ -141,7 +144,7 @@ SGLANG_ABSENT = {
 
 
 def stub_sglang() -> None:
-    """SGLang 0.5.23 imports kernel packages at module level: they are empty (SGLANG_ABSENT)."""
+    """SGLang 0.5.23 imports kernel packages at module level: they are empty (SGLANG_ABSENT). What is left of a GPU:"""
     stay_on_cpu()
     # transformers asks once whether torchvision is there, and must be told the truth.
     from transformers.utils import is_torchvision_available
@@ -149,3 +152,12 @@ def stub_sglang() -> None:
     is_torchvision_available()
     stub_flashinfer()
     stand_empty(SGLANG_ABSENT)
+    import sglang.srt.layers.quantization.marlin_utils_fp4 as marlin
+    import sglang.srt.layers.quantization.modelopt_quant as modelopt
+
+    # NVFP4 experts are refused anywhere but on Blackwell, and, with Marlin, on SM80 and newer.
+    modelopt.get_platform = lambda: SimpleNamespace(is_blackwell=True)
+    # A CUDA kernel that SGLang imports on CUDA alone, see gptq_marlin_repack.
+    marlin.gptq_marlin_repack = gptq_marlin_repack
+    # Scratch memory of the kernel, as large as the GPU has multiprocessors.
+    marlin.marlin_make_workspace = lambda device, blocks: torch.zeros(blocks, dtype=torch.int)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pack_checks as packs
 import pytest
 import vllm_moe
 from pydantic import ValidationError
+
+from nvfp4prep.layouts.logical import ENGINE_VERSIONS
 
 SOURCE = "qwen3moe-nvfp4-perexpert"
 
@@ -45,3 +48,7 @@ def test_humming_asks_no_config(checkpoint: Callable[[str], Path], tmp_path: Pat
 
 def test_hf_is_accepted(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     assert parse(packs.pack(checkpoint(SOURCE), tmp_path / "out", "hf")) == "modelopt_fp4"
+
+
+def test_it_is_the_version_that_layouts_were_read_from() -> None:
+    assert version("vllm") == ENGINE_VERSIONS["vllm"]
