@@ -104,6 +104,17 @@ class PackedCheckpoint:
         """All (tp, ep), TP fastest."""
         return tuple((rank.tp, rank.ep) for rank in self.packed.target.ranks())
 
+    @property
+    def others(self) -> tuple[TensorInfo, ...]:
+        """Tensors that are not of packed experts: all ranks share them."""
+        target = self.packed.target
+        ours = tuple(start for moe in self.packed.layers for start in (target.prefix(moe), target.own_prefix(moe)))
+        return tuple(
+            info
+            for key, info in self.packed.source.tensors.items()
+            if key == key_of(target.common, info.name) and not info.name.startswith(ours)
+        )
+
     def load_experts(
         self, layer: int | str, rank: tuple[int, int] = (0, 0), device: str | torch.device = "cpu"
     ) -> PackedExperts:
