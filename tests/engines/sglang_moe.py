@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import fused
 import stubs
 import torch
 from safetensors.torch import load_file
@@ -79,10 +80,11 @@ def load(module: FusedMoE, layer: PackedLayer, checkpoint: Path) -> None:
     parameters = dict(module.named_parameters())
     prefix = f"{layer.path}."
     for file in sorted(checkpoint.glob("*.safetensors")):
-        for full, value in load_file(file).items():
+        mine = ((name, value) for name, value in load_file(file).items() if name.startswith(prefix))
+        for full, value in fused.per_expert(mine, layer.experts):
             name = full.removeprefix(prefix)
             for parameter, stored, expert, shard in mapping:
-                if full.startswith(prefix) and stored in name:
+                if stored in name:
                     mapped = name.replace(stored, parameter)
                     target = parameters[mapped.removeprefix("experts.")]
                     target.weight_loader(target, value, mapped, shard_id=shard, expert_id=expert)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import fused
 import stubs
 import torch
 from safetensors.torch import load_file
@@ -103,8 +104,9 @@ def load(module: RoutedExperts, checkpoint: Path) -> None:
     """Every tensor of the layer's experts through the module's own loader."""
     prefix = f"{module.layer_name}."
     for file in sorted(checkpoint.glob("*.safetensors")):
-        tensors = load_file(file)
-        list(module.load_weights((k.removeprefix(prefix), v) for k, v in tensors.items() if k.startswith(prefix)))
+        mine = ((name, value) for name, value in load_file(file).items() if name.startswith(prefix))
+        split = fused.per_expert(mine, module.global_num_experts)
+        list(module.load_weights((name.removeprefix(prefix), value) for name, value in split))
 
 
 class Experts:

@@ -16,6 +16,7 @@ import nvfp4prep
 LAYOUTS = tuple(sglang_moe.BACKENDS)
 W4A4 = (
     "dsv3-nvfp4",
+    "llama4-nvfp4",
     "mixtral-nvfp4",
     "nemotronh-nvfp4",
     "qwen3moe-mixed-fp8attn",

@@ -17,6 +17,7 @@ LAYOUTS = tuple(vllm_moe.BACKENDS)
 CUTLASS = ("flashinfer-cutlass", "vllm-cutlass")
 W4A4 = (
     "dsv3-nvfp4",
+    "llama4-nvfp4",
     "mixtral-nvfp4",
     "nemotronh-nvfp4",
     "qwen3moe-mixed-fp8attn",
