@@ -1,4 +1,4 @@
-"""A whole model through vLLM's own `get_model`, twice: an `hf` output as vLLM converts it, a packed one by the plugin.
+"""A whole model through vLLM's own arguments and `get_model`, twice: an `hf` output as vLLM converts it, and packed.
 
 Run as a program, since it settles for a process that the platform is a CPU: vllm_model.py HF PACKED LAYOUT. Prints
 JSON: the model's class, how many tensors it holds, and the names of those that differ.
@@ -20,21 +20,20 @@ torch.accelerator.empty_cache = lambda: None
 
 import vllm_moe  # noqa: E402
 from torch import Tensor  # noqa: E402
-from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
-from vllm.config.device import DeviceConfig  # noqa: E402
-from vllm.config.load import LoadConfig  # noqa: E402
+from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.layers.fused_moe.oracle import nvfp4 as oracle  # noqa: E402
 from vllm.model_executor.layers.quantization import modelopt  # noqa: E402
 from vllm.model_executor.model_loader import get_model  # noqa: E402
-from vllm.plugins import load_general_plugins  # noqa: E402
+from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 
 
 def load_whole(checkpoint: Path, load_format: str) -> tuple[str, dict[str, Tensor]]:
     """The class of a model, and all its parameters and buffers."""
-    model_config = vllm_moe.ModelConfig(model=str(checkpoint), skip_tokenizer_init=True, enforce_eager=True)
-    load = LoadConfig(load_format=load_format, use_tqdm_on_load=False)
-    config = VllmConfig(model_config=model_config, load_config=load, device_config=DeviceConfig("cpu"))
+    arguments = ["--model", str(checkpoint), "--load-format", load_format, "--skip-tokenizer-init", "--enforce-eager"]
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    config = EngineArgs.from_cli_args(parser.parse_args(arguments)).create_engine_config()
     with set_current_vllm_config(config):
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.init_distributed_environment(1, 0, f"file://{checkpoint}.rendezvous", 0, backend="gloo")
@@ -54,7 +53,6 @@ def main(hf: Path, packed: Path, layout: str) -> None:
     modelopt.select_nvfp4_moe_backend = select
     modelopt.make_nvfp4_moe_kernel = vllm_moe.make_kernel
     parallel_state._TP = None  # a real process group of one, here
-    load_general_plugins()
     (kind, theirs), (_, ours) = load_whole(hf, "auto"), load_whole(packed, "nvfp4prep")
 
     def same(name: str) -> bool:
