@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
 
 from nvfp4prep import manifest as manifests
 from nvfp4prep.errors import UsageFault
@@ -112,3 +116,20 @@ def logical_quantization(path: str) -> dict[str, Any]:
         found = "not there" if manifest is None else cut(f"its logical entry is {logical!r:.60}")
         raise UsageFault(f"{path}/{manifests.MANIFEST}: {found}; copy the whole output of convert")
     return section
+
+
+def other_tensors(packed: PackedCheckpoint) -> Iterator[tuple[str, Tensor]]:
+    """Everything that all ranks share, by name: what is not of packed experts."""
+    names: dict[str, list[str]] = {}
+    for info in packed.others:
+        names.setdefault(info.file, []).append(info.name)
+    for file in sorted(names):
+        with safe_open(packed.path / file, "pt") as opened:
+            for name in names[file]:
+                yield name, opened.get_tensor(name)
+
+
+def mapped(mapper: Any, name: str) -> str:
+    """A name of the checkpoint as an engine's model has it, by the model's WeightsMapper, if it has one."""
+    found = None if mapper is None else mapper._map_name(name)
+    return name if found is None else str(found)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from torch import Tensor, nn
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from nvfp4prep.errors import UsageFault
-from nvfp4prep.loading import PackedCheckpoint, open_packed
-from nvfp4prep.serving import METHOD
+from nvfp4prep.loading import open_packed
+from nvfp4prep.serving import METHOD, mapped, other_tensors
 
 logger = init_logger(__name__)
 
@@ -44,7 +41,9 @@ class PackedLoader(BaseModelLoader):
         started = time.perf_counter()
         packed = open_packed(Path(model_config.model))
         model.load_weights(other_tensors(packed))
-        layers = {f"{mapped(model, layer.path)}.experts": layer for layer in packed.layers}
+        layers = {
+            mapped(getattr(model, "hf_to_vllm_mapper", None), f"{layer.path}.experts"): layer for layer in packed.layers
+        }
         modules = {module.layer_name: module for module in model.modules() if isinstance(module, RoutedExperts)}
         for name, module in modules.items():
             if isinstance(module.quant_method, PackedMoE) != (name in layers):
@@ -61,21 +60,3 @@ class PackedLoader(BaseModelLoader):
             time.perf_counter() - started,
             f"; not in this process: {', '.join(elsewhere)}" if elsewhere else "",
         )
-
-
-def mapped(model: nn.Module, path: str) -> str:
-    """A module's path in the checkpoint as the model names it."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    found = None if mapper is None else mapper.apply_list([f"{path}.experts"])
-    return str(found[0]).removesuffix(".experts") if found else path
-
-
-def other_tensors(packed: PackedCheckpoint) -> Iterator[tuple[str, Tensor]]:
-    """Everything that all ranks share, by name: what is not of packed experts."""
-    names: dict[str, list[str]] = {}
-    for info in packed.others:
-        names.setdefault(info.file, []).append(info.name)
-    for file in sorted(names):
-        with safe_open(packed.path / file, "pt") as opened:
-            for name in names[file]:
-                yield name, opened.get_tensor(name)
