@@ -164,7 +164,7 @@ def test_sglang_takes_it_for_the_checkpoint_behind_it(made: Made) -> None:
     packed = model_config(made(NAME, "flashinfer-trtllm", engine="sglang"))
     assert packed.quantization == "modelopt_fp4"
     section = dict(packed.hf_config.quantization_config)
-    assert section.pop("nvfp4prep")["layout"] == "flashinfer-trtllm/sglang/1"
+    assert section["nvfp4prep"]["layout"] == "flashinfer-trtllm/sglang/1"
     hf = sglang_moe.ModelConfig(str(made(NAME, "hf")))
     assert ModelOptFp4Config.from_config(section).exclude_modules == (
         ModelOptFp4Config.from_config(dict(hf.hf_config.quantization_config)).exclude_modules
