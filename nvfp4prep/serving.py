@@ -42,8 +42,12 @@ class Module:
     gated: bool
 
 
+_VERSION_PARTS = {"vllm": 2, "sglang": 3}
+"""How much of a version names a range whose loading code is taken for alike: SGLang changes it in patch releases."""
+
+
 def check_version(engine: str, version: str, packed_for: str, read_from: str, place: str) -> None:
-    """Refuse an engine, or a version of it, that an output is not packed for. Releases of one minor version are alike.
+    """Refuse an engine, or a version of it, that an output is not packed for.
 
     Raises:
         UsageFault: with both.
@@ -52,11 +56,13 @@ def check_version(engine: str, version: str, packed_for: str, read_from: str, pl
         raise UsageFault(
             f"{place}: packed for {packed_for}, and this is {engine}; convert again with --engine {engine}"
         )
-    if version.split(".")[:2] != read_from.split(".")[:2]:
-        minor = ".".join(read_from.split(".")[:2])
+    parts = _VERSION_PARTS[engine]
+    found, wanted = ([part.partition("+")[0] for part in text.split(".")[:parts]] for text in (version, read_from))
+    if found != wanted:
+        known = ".".join(wanted)
         raise UsageFault(
-            f"{place}: packed for {engine} {minor}, and this is {version}; install {engine} {minor}, or unpack and "
-            f"serve the hf checkpoint"
+            f"{place}: packed for {engine} {known}, and this is {version}; install {engine} {known}, or unpack and "
+            "serve the hf checkpoint"
         )
 
 

@@ -26,7 +26,7 @@ def packed(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
 RIGHT = Running("sglang", "0.5.23", "marlin", 2, 1, "bf16")
 
 
-@pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1", "0.5.9"])
+@pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1", "0.5.23+cu130"])
 def test_as_packed_for(packed: nvfp4prep.PackedCheckpoint, version: str) -> None:
     check_running(packed, replace(RIGHT, version=version))
 
@@ -35,7 +35,8 @@ def test_as_packed_for(packed: nvfp4prep.PackedCheckpoint, version: str) -> None
     ("running", "message"),
     [
         (replace(RIGHT, engine="vllm", version="0.33.0"), "packed for sglang, and this is vllm; .* --engine vllm"),
-        (replace(RIGHT, version="0.6.0"), r"packed for sglang 0\.5, and this is 0\.6\.0"),
+        (replace(RIGHT, version="0.6.0"), r"packed for sglang 0\.5\.23, and this is 0\.6\.0"),
+        (replace(RIGHT, version="0.5.24"), r"packed for sglang 0\.5\.23, and this is 0\.5\.24"),
         (
             replace(RIGHT, backend="flashinfer_trtllm"),
             r"backend marlin \(vllm-marlin\), and flashinfer_trtllm is chosen",

@@ -242,7 +242,7 @@ def test_engine_and_version(made: Made, monkeypatch: pytest.MonkeyPatch) -> None
         model_config(made(NAME, "flashinfer-trtllm"))
     packed = made(NAME, "flashinfer-trtllm", engine="sglang")
     monkeypatch.setattr(sglang, "__version__", "0.6.0")
-    with pytest.raises(UsageFault, match=r"packed for sglang 0\.5, and this is 0\.6\.0"):
+    with pytest.raises(UsageFault, match=r"packed for sglang 0\.5\.23, and this is 0\.6\.0"):
         model_config(packed)
 
 
