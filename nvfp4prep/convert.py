@@ -19,6 +19,7 @@ from nvfp4prep.execute import Elsewhere, Job, execute, shard_digests
 from nvfp4prep.findings import Finding, errors
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.journal import Outcome, finished, plan_id
+from nvfp4prep.memory import check_memory
 from nvfp4prep.options import COMPRESSED, Options, ask
 from nvfp4prep.plan import Constant, Divide, Plan, Step, index_of, key_of, make_plan, merge
 from nvfp4prep.scales import Resolution, ScalePolicy, changes, output_shape, resolve
@@ -269,7 +270,7 @@ def write_all(
         EnvironmentFault: I/O; nothing is left under `out`.
     """
     source = targets[0].checkpoint.source
-    plan, identity = _checked(targets, out, overwrite=overwrite)
+    plan, identity = _checked(targets, out, workers, overwrite=overwrite)
     jobs = [prepared.job for prepared in targets]
     with PartialOutput(out, identity) as output:
         if shares is not None:
@@ -318,7 +319,7 @@ def write_share(
         InputRefused, UsageFault, EnvironmentFault: as `write_all`.
     """
     source = targets[0].checkpoint.source
-    plan, identity = _checked(targets, out, overwrite=overwrite)
+    plan, identity = _checked(targets, out, workers, overwrite=overwrite)
     with SharedOutput(out, identity, share, job) as output:
         if output.makes_files:
             _copy_side_files(targets, output)
@@ -328,14 +329,16 @@ def write_share(
         verify_unchanged(source)
 
 
-def _checked(targets: Sequence[Prepared], out: Path, *, overwrite: bool) -> tuple[Plan, str]:
+def _checked(targets: Sequence[Prepared], out: Path, workers: int, *, overwrite: bool) -> tuple[Plan, str]:
     """The plan of all targets and its id, once nothing stands in the way of writing it."""
     source = targets[0].checkpoint.source
     check_destination(out, source.root, overwrite=overwrite)
     for prepared in targets:
         _check_side_files(prepared)
     check_space(out, sum(prepared.bytes_needed for prepared in targets))
-    return identified(targets)
+    plan, identity = identified(targets)
+    check_memory(plan, workers)
+    return plan, identity
 
 
 def identified(targets: Sequence[Prepared]) -> tuple[Plan, str]:
