@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 from layout_layers import OAI, Case, make_layer  # noqa: E402
-from smoke_layers import LAYERS, distance, inputs, packed_layer, reference  # noqa: E402
+from smoke_layers import LAYERS, distance, inputs, layer_of, packed_layer, reference  # noqa: E402
 
 from nvfp4prep.layouts.permutations import swizzle  # noqa: E402
 from nvfp4prep.smoke import emulator  # noqa: E402
@@ -42,6 +42,9 @@ EXPERTS, TOP_K = 8, 3
 EMULATOR_LIMIT = {"marlin": 1e-3, "flashinfer-trtllm": 2e-2, "flashinfer-cutlass": 2e-2, "flashinfer-cutedsl": 2e-2}
 """Relative L2 to the emulator. Marlin: a few 16-bit roundings that go the other way. FlashInfer: also codes near a tie
 of the requantisation, whose steps are up to a third of a value. A wrong layout gives about 1."""
+ONE_GROUP_ROUNDS = 8e-3
+"""What Marlin adds for int4 with one group along K: it multiplies the 16-bit sum by the column's scale, the emulator
+the codes. That is one rounding here and another there (0.0016 each), in both GEMMs and for gate and up."""
 RANKS_ROUND = 4e-3
 """What rounding each rank's output to BF16 may add."""
 F32_LIMIT = {"marlin": 0.012, "flashinfer-trtllm": 0.25, "flashinfer-cutlass": 0.25, "flashinfer-cutedsl": 0.25}
@@ -58,9 +61,15 @@ def attempt(check: Any, *arguments: Any) -> dict[str, Any]:
     return {**result, "seconds": round(time.monotonic() - started, 2)}
 
 
+def emulator_limit(name: str, case: Case) -> float:
+    """Relative L2 to the emulator that a case may have."""
+    one_group = case.layout == "vllm-marlin-int4" and case.group >= min(case.hidden, case.intermediate)
+    return EMULATOR_LIMIT[name] + ONE_GROUP_ROUNDS * one_group
+
+
 def run_case(name: str, case: Case, activation: Any, tokens: int) -> dict[str, Any]:
     """One layer and token count, whole and as two EP ranks."""
-    made = make_layer(case, experts=EXPERTS, activation=activation, codes=(56, 126))
+    made = layer_of(case, EXPERTS, activation)
     layer = packed_layer(made, activation)
     x, routing = inputs(case, tokens, TOP_K, EXPERTS)
     if layer.scales.w13_input is not None:  # as calibrated: the largest magnitude is 6 · 448 · input_scale
@@ -84,8 +93,9 @@ def run_case(name: str, case: Case, activation: Any, tokens: int) -> dict[str, A
         "elements": ours.numel(),
         "identical_to_emulator": int((ours == emulated).sum()),
     }
-    ok = result["not_finite"] == 0 and result["to_emulator"] < EMULATOR_LIMIT[name]
-    ok = ok and result["ranks_to_emulator"] < EMULATOR_LIMIT[name] + RANKS_ROUND and result["to_f32"] < F32_LIMIT[name]
+    limit = emulator_limit(name, case)
+    ok = result["not_finite"] == 0 and result["to_emulator"] < limit
+    ok = ok and result["ranks_to_emulator"] < limit + RANKS_ROUND and result["to_f32"] < F32_LIMIT[name]
     return {**result, "ok": ok}
 
 
