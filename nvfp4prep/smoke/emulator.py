@@ -436,8 +436,6 @@ class _OneAlpha(_Kernel):
             out = rounding.at(point, _linear(a, weight) * alpha)
             return out if bias is None else rounding.at("bias", out + bias)
 
-        w = replace(w, gate=rounding.at("weight", w.gate) if w.gate is not None else None)
-        w = replace(w, up=rounding.at("weight", w.up), down=rounding.at("weight", w.down))
         a = self.quantised(self.entering(x), position, first=True)
         up = gemm(a, w.up, w.up_bias, first, "gemm1")
         gate = None if w.gate is None else gemm(a, w.gate, w.gate_bias, first, "gemm1")
@@ -635,6 +633,11 @@ class _WeightOnlyInt4(_OneAlpha):
     def matrix(self, weight: Tensor, scale: Tensor, rows: Tensor, columns: int) -> _Int4:
         """Rows of a stored matrix."""
         return _Int4(_row_major(weight, rows, columns), scale[rows], 8)
+
+    def weights(self, position: int, real_blocks: bool = False) -> Weights:
+        """As the kernel multiplies them; with `real_blocks` as they are stored."""
+        w = super().weights(position)
+        return w if real_blocks else self.rounding.weights(w, self.layer.geometry.group)
 
     def codes(self, position: int) -> tuple[_Codes | None, _Codes, _Codes]:
         stored = {name: tensor.to(self.device) for name, tensor in self.stored(position).items()}

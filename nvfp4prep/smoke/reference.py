@@ -98,6 +98,8 @@ def exact(
         weights = weights_of(
             logical, replace(scales, down=torch.full_like(scales.down, 1 / FOLDED)) if folded else scales, e
         )
+        if logical.up.is_int4:
+            weights = points.weights(weights, logical.up.group)
         quantisers: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = (_identity, _identity)
         if activations != "16-bit":
             first, second = scales.w13_input, scales.w2_input
@@ -158,7 +160,7 @@ def _expert(
     rounding: Rounding,
 ) -> Tensor:
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None, point: str) -> Tensor:
-        out = x @ rounding.at("weight", weight.to(x.device)).T
+        out = x @ weight.to(x.device).T
         if bias is None:
             return rounding.at(point, out)
         if rounding.early_bias:
