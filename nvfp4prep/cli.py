@@ -271,6 +271,11 @@ def _with_output_options(command: Callable[..., None]) -> Callable[..., None]:
     help="MoE layers that the smoke check runs before OUT appears: all, first-last, or numbers like 0,5.",
 )
 @click.option("--no-smoke", is_flag=True, help="Leave the smoke check out.")
+@click.option(
+    "--keep-source",
+    is_flag=True,
+    help="Hub repos: download all of SRC to huggingface_hub's cache, and keep it there.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
 @click.option("-v", "--verbose", is_flag=True, help="Every finding, and each layer's scales.")
 @_with_output_options
@@ -282,6 +287,7 @@ def convert(
     max_shard_size: int | None,
     smoke_layers: Any,
     no_smoke: bool,
+    keep_source: bool,
     workers: int | None,
     dry_run: bool,
     overwrite: bool,
@@ -290,7 +296,10 @@ def convert(
     verbose: bool,
     **choices: Any,
 ) -> None:
-    """Convert SRC, a directory or Hub repo (org/name[@revision]), to OUT, a new directory."""
+    """Convert SRC, a directory or Hub repo (org/name[@revision]), to OUT, a new directory.
+
+    Of a Hub repo each shard is fetched once, converted and given up; a few lie on OUT's disk at a time.
+    """
     if quiet and verbose:
         raise click.UsageError("-q and -v exclude each other")
     with _stops(as_json) as ending:
@@ -307,7 +316,8 @@ def convert(
             if not dry_run:
                 raise
             _tell(f"a real run would stop here: {fault}")
-        checkpoint = peek_checkpoint(src) if dry_run else read_checkpoint(src)
+        whole = keep_source and not dry_run
+        checkpoint = read_checkpoint(src) if whole else peek_checkpoint(src, writer.destination(out).parent)
         prepared = []
         for number, name in enumerate(names):
             options = Options(name, max_shard_bytes=max_shard_size, **choices)

@@ -20,10 +20,10 @@ from nvfp4prep.findings import Finding, errors
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.journal import Outcome, plan_id
 from nvfp4prep.options import COMPRESSED, Options, ask
-from nvfp4prep.plan import Constant, Divide, Plan, Step, index_of, key_of, make_plan, merge
+from nvfp4prep.plan import Constant, Divide, Plan, Step, index_of, key_of, make_plan, merge, shards_read
 from nvfp4prep.scales import Resolution, ScalePolicy, changes, output_shape, resolve
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, Schema
-from nvfp4prep.source import INDEX, verify_unchanged
+from nvfp4prep.source import INDEX
 from nvfp4prep.unusable import TEXTS
 from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space
 
@@ -268,19 +268,20 @@ def write_all(
     check_destination(out, source.root, overwrite=overwrite)
     for prepared in targets:
         _check_side_files(prepared)
-    check_space(out, sum(prepared.bytes_needed for prepared in targets))
     plan = merge([prepared.plan for prepared in targets])
+    passing = source.passing_bytes([shards_read(item) for item in plan.items])
+    check_space(out, sum(prepared.bytes_needed for prepared in targets), passing)
     decided = [(prepared.options, prepared.policy, prepared.job.resolution.values) for prepared in targets]
     with PartialOutput(out, plan_id(source, plan, decided)) as output:
         for prepared in targets:
             for name in source.side_files:
                 if name not in _REWRITTEN:
-                    output.copy_side_file(source.root / name, key_of(prepared.folder, name))
+                    output.copy_side_file(source.side_file(name), key_of(prepared.folder, name))
         outcome = execute(source, plan, [prepared.job for prepared in targets], output, workers, progress)
         if outcome.unusable:
             raise InputRefused(_unusable(targets[0].checkpoint, outcome.unusable_by_tensor()))
         output.seal()
-        verify_unchanged(source)
+        source.verify_unchanged()
         for prepared in targets:
             check(prepared, output.partial)
         digests = shard_digests(plan, outcome)
