@@ -34,8 +34,11 @@ from nvfp4prep.errors import (
 from nvfp4prep.findings import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from nvfp4prep.convert import Prepared, Result
     from nvfp4prep.findings import Finding
+    from nvfp4prep.sharing import Share
     from nvfp4prep.validation import Report
 
 _SHOWN_FINDINGS = 40
@@ -158,6 +161,20 @@ def _numbers(
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
+class _ShareOf(click.ParamType[Any]):
+    """I/N, counted from 1."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from nvfp4prep.sharing import Share
+
+        index, _, count = str(value).partition("/")
+        if not all(part.isdecimal() and len(part) < 6 for part in (index, count)) or not 1 <= int(index) <= int(count):
+            self.fail(f"{value!r}: I/N, share I of N, with I from 1 to N", param, ctx)
+        return Share(int(index), int(count))
+
+
 _TARGETS = (
     "hf",
     "compressed-tensors",
@@ -276,6 +293,15 @@ def _with_output_options(command: Callable[..., None]) -> Callable[..., None]:
     is_flag=True,
     help="Hub repos: download all of SRC to huggingface_hub's cache, and keep it there.",
 )
+@click.option(
+    "--shard",
+    "share",
+    type=_ShareOf(),
+    metavar="I/N",
+    help="Write only share I of N, for N processes on shared storage.",
+)
+@click.option("--executor", type=click.Choice(["local", "dask"]), default="local", show_default=True, help="Who works.")
+@click.option("--scheduler", metavar="ADDRESS", help="Of the Dask cluster: tcp://host:port.")
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
 @click.option("-v", "--verbose", is_flag=True, help="Every finding, and each layer's scales.")
 @_with_output_options
@@ -294,6 +320,9 @@ def convert(
     as_json: bool,
     quiet: bool,
     verbose: bool,
+    share: Share | None,
+    executor: str,
+    scheduler: str | None,
     **choices: Any,
 ) -> None:
     """Convert SRC, a directory or Hub repo (org/name[@revision]), to OUT, a new directory.
@@ -302,6 +331,10 @@ def convert(
     """
     if quiet and verbose:
         raise click.UsageError("-q and -v exclude each other")
+    if (executor == "dask") != (scheduler is not None):
+        raise click.UsageError("--executor dask and --scheduler belong together")
+    if share is not None and executor == "dask":
+        raise click.UsageError("--shard and --executor dask exclude each other")
     with _stops(as_json) as ending:
         from nvfp4prep import convert as conversion
         from nvfp4prep import writer
@@ -316,8 +349,9 @@ def convert(
             if not dry_run:
                 raise
             _tell(f"a real run would stop here: {fault}")
-        whole = keep_source and not dry_run
+        whole = (keep_source or scheduler is not None) and not dry_run
         checkpoint = read_checkpoint(src) if whole else peek_checkpoint(src, writer.destination(out).parent)
+        pinned = f"{checkpoint.source.spec}@{checkpoint.source.revision}" if checkpoint.source.revision else src
         prepared = []
         for number, name in enumerate(names):
             options = Options(name, max_shard_bytes=max_shard_size, **choices)
@@ -325,8 +359,7 @@ def convert(
             prepared.append(conversion.decide(checkpoint, options, folder, number, threads))
             if not (as_json or quiet):
                 _print_plan(prepared[-1], verbose)
-        plans = [_plan_json(one) for one in prepared] if as_json else []
-        shown = plans[0] if len(plans) == 1 else {"targets": plans}
+        shown = _plans_json(prepared) if as_json else {}
         if dry_run:
             if as_json:
                 _print_json({"dry_run": True, **shown})
@@ -334,20 +367,115 @@ def convert(
                 _print_dry_run(prepared)
             return
         total = sum(one.plan.nbytes_of_tensors for one in prepared)
-        with _progress(total, bar=not as_json, enabled=not quiet) as advance:
-            reports: list[dict[str, Any]] = []
-            check = (
-                conversion.no_check if no_smoke else _smoke_hook(smoke_layers, reports, shown=not (as_json or quiet))
-            )
-            result = conversion.write_all(
-                prepared, out, overwrite=overwrite, workers=threads, progress=advance, check=check
-            )
-            ending.on_disk = f"{out} is complete"
-        if as_json:
-            last = {"manifest": result.manifest} if len(names) == 1 else {"manifests": list(result.manifests)}
-            _print_json({"dry_run": False, "out": str(out), **shown, **last, "smoke": reports})
-        elif not quiet:
-            _print_result(prepared, result)
+        if share is not None:
+            from nvfp4prep.sharing import SharedJob
+
+            job = SharedJob(pinned, tuple(one.options for one in prepared), share.count, overwrite)
+            with _progress(total // share.count, bar=not as_json, enabled=not quiet) as advance:
+                conversion.write_share(
+                    prepared, out, share, job, overwrite=overwrite, workers=threads, progress=advance
+                )
+                ending.on_disk = f"share {share} of {out} is written"
+            if as_json:
+                _print_json({"dry_run": False, "out": str(out), "share": str(share), **shown})
+            elif not quiet:
+                _say(f"Share {share} is written; once all are: nvfp4prep finish {out}\n")
+            return
+        elsewhere = None
+        if scheduler is not None:
+            from nvfp4prep.cluster import on_dask
+
+            options_of, folders = [one.options for one in prepared], [one.folder for one in prepared]
+            elsewhere = on_dask(scheduler, pinned, options_of, folders, out)
+        _write(
+            prepared,
+            out,
+            overwrite=overwrite,
+            threads=threads,
+            layers=None if no_smoke else smoke_layers,
+            as_json=as_json,
+            quiet=quiet,
+            ending=ending,
+            elsewhere=elsewhere,
+        )
+
+
+def _write(
+    prepared: Sequence[Prepared],
+    out: Path,
+    *,
+    overwrite: bool,
+    threads: int,
+    layers: Any,
+    as_json: bool,
+    quiet: bool,
+    ending: _Ending,
+    shares: int | None = None,
+    elsewhere: Any = None,
+) -> None:
+    """Write decided targets to OUT with progress, and tell the result; `layers` are the smoke check's, or None."""
+    from nvfp4prep import convert as conversion
+
+    reports: list[dict[str, Any]] = []
+    check = conversion.no_check if layers is None else _smoke_hook(layers, reports, shown=not (as_json or quiet))
+    total = sum(one.plan.nbytes_of_tensors for one in prepared)
+    with _progress(total, bar=not as_json, enabled=not quiet) as advance:
+        result = conversion.write_all(
+            prepared,
+            out,
+            overwrite=overwrite,
+            workers=threads,
+            progress=advance,
+            check=check,
+            shares=shares,
+            elsewhere=elsewhere,
+        )
+        ending.on_disk = f"{out} is complete"
+    if as_json:
+        last = {"manifest": result.manifest} if len(prepared) == 1 else {"manifests": list(result.manifests)}
+        _print_json({"dry_run": False, "out": str(out), **_plans_json(prepared), **last, "smoke": reports})
+    elif not quiet:
+        _print_result(prepared, result)
+
+
+def _plans_json(prepared: Sequence[Prepared]) -> dict[str, Any]:
+    plans = [_plan_json(one) for one in prepared]
+    return plans[0] if len(plans) == 1 else {"targets": plans}
+
+
+@main.command(short_help="Complete a conversion that was written by shares.")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--smoke-layers", type=_Layers(), default="first-last", show_default=True, help="As in convert.")
+@click.option("--no-smoke", is_flag=True, help="Leave the smoke check out.")
+@click.option("--workers", type=click.IntRange(1, 256), help="Threads.  [default: the CPUs, at most 8]")
+@_json_option
+@click.option("-q", "--quiet", is_flag=True, help="Errors only.")
+def finish(out: Path, smoke_layers: Any, no_smoke: bool, workers: int | None, as_json: bool, quiet: bool) -> None:
+    """Give OUT its name, once every share of it (convert --shard i/n) is written."""
+    with _stops(as_json) as ending:
+        from nvfp4prep import convert as conversion
+        from nvfp4prep import writer
+        from nvfp4prep.checkpoint import peek_checkpoint
+        from nvfp4prep.sharing import read_job
+
+        job = read_job(out)
+        threads = workers or conversion.default_workers()
+        checkpoint = peek_checkpoint(job.source, writer.destination(out).parent)
+        prepared = [
+            conversion.decide(checkpoint, options, options.target if len(job.targets) > 1 else "", number, threads)
+            for number, options in enumerate(job.targets)
+        ]
+        _write(
+            prepared,
+            out,
+            overwrite=job.overwrite,
+            threads=threads,
+            layers=None if no_smoke else smoke_layers,
+            as_json=as_json,
+            quiet=quiet,
+            ending=ending,
+            shares=job.shares,
+        )
 
 
 def _resolve_targets(targets: tuple[str, ...], gpu: str | None) -> list[str]:
@@ -928,7 +1056,7 @@ def _print_plan(prepared: Prepared, verbose: bool) -> None:
     _print(render.plan(prepared, verbose))
 
 
-def _print_dry_run(prepared: list[Prepared]) -> None:
+def _print_dry_run(prepared: Sequence[Prepared]) -> None:
     from rich.console import Group
 
     from nvfp4prep import inspection_view, render
@@ -941,7 +1069,7 @@ def _print_dry_run(prepared: list[Prepared]) -> None:
     _say("Dry run: nothing was written.\n")
 
 
-def _print_result(prepared: list[Prepared], result: Result) -> None:
+def _print_result(prepared: Sequence[Prepared], result: Result) -> None:
     from rich.console import Group
 
     from nvfp4prep import inspection_view, render

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +14,16 @@ from nvfp4prep import checks, validation
 from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
 from nvfp4prep.checkpoint import Checkpoint, read_checkpoint
-from nvfp4prep.errors import InputRefused
-from nvfp4prep.execute import Job, execute, shard_digests
+from nvfp4prep.errors import InputRefused, UsageFault
+from nvfp4prep.execute import Elsewhere, Job, execute, shard_digests
 from nvfp4prep.findings import Finding, errors
 from nvfp4prep.header import TensorInfo
-from nvfp4prep.journal import Outcome, plan_id
+from nvfp4prep.journal import Outcome, finished, plan_id
 from nvfp4prep.options import COMPRESSED, Options, ask
 from nvfp4prep.plan import Constant, Divide, Plan, Step, index_of, key_of, make_plan, merge, shards_read
 from nvfp4prep.scales import Resolution, ScalePolicy, changes, output_shape, resolve
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, Schema
+from nvfp4prep.sharing import Share, SharedJob, SharedOutput, unfinished
 from nvfp4prep.source import INDEX
 from nvfp4prep.unusable import TEXTS
 from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space
@@ -116,7 +117,7 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
         from nvfp4prep.folding import fold_all
 
         found += compressed_tensors.warnings(checkpoint)
-        folds = fold_all(checkpoint)
+        folds = fold_all(checkpoint, schema.layers_of(Format.NVFP4, Format.INT4))
         plan = compressed_tensors.make_compressed_plan(checkpoint, resolution, folds, shard_bytes, folder, number)
     elif asked.target is None:
         plan = make_plan(
@@ -124,12 +125,9 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
         )
     else:
         from nvfp4prep import packing
-        from nvfp4prep.folding import placement
         from nvfp4prep.layouts.logical import LayoutError
 
-        placed = placement(checkpoint, asked.target, options.pre_quant_scale == "fold")
-        folds = placed.folds
-        job = packing.unplanned(checkpoint, asked.target, folder, placed)
+        job, folds = packing.pack_job(checkpoint, asked.target, folder, options.pre_quant_scale == "fold")
         instead = _instead(folds, key_of(folder, asked.target.common), number)
         try:
             job = packing.with_facts(job, source, schema, resolution, workers)
@@ -151,20 +149,22 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
         found += _form_warnings(schema, policy, resolution)
     quant = qc.rewrite(schema, checkpoint.quant, checkpoint.exclude)
     if folds and asked.target is not None:
-        quant = _without_factors(checkpoint, quant)
+        quant = _without_factors(checkpoint, quant, folds)
     whole = Job(resolution, job, folds)
     return Prepared(checkpoint, options, policy, shard_bytes, plan, whole, quant, tuple(found), folder)
 
 
-def _without_factors(checkpoint: Checkpoint, quant: qc.QuantConfig) -> qc.QuantConfig:
-    """The configuration once the experts' pre_quant_scale is folded away: no AWQ where no other linear has one."""
+def _without_factors(checkpoint: Checkpoint, quant: qc.QuantConfig, folds: Collection[str]) -> qc.QuantConfig:
+    """The configuration once the factors of the layers `folds` are folded away, where no other linear has any."""
     schema = checkpoint.schema
-    routed = {linear.module for moe in schema.moe_layers for linear in (*moe.w13, *moe.w2)}
-    left = [x for x in schema.linears.values() if "pre_quant_scale" in x.params and x.module not in routed]
-    if left or quant.algo != "NVFP4_AWQ":
+    folded = {linear.module for moe in schema.moe_layers if moe.path in folds for linear in (*moe.w13, *moe.w2)}
+    if any("pre_quant_scale" in x.params for x in schema.linears.values() if x.module not in folded):
         return quant
-    extras = {key: value for key, value in (quant.extras or {}).items() if key != "pre_quant_scale"}
-    return replace(quant, algo=qc.W4A4, extras=extras)
+    extras = dict(quant.extras or {})
+    if quant.algo == "NVFP4_AWQ":
+        extras.pop("pre_quant_scale", None)
+        return replace(quant, algo=qc.W4A4, extras=extras)
+    return replace(quant, extras={**extras, "pre_quant_scale": False} if "pre_quant_scale" in extras else extras)
 
 
 def _instead(folds: Mapping[str, Fold], folder: str, number: int) -> dict[str, Step]:
@@ -252,11 +252,15 @@ def write_all(
     workers: int,
     progress: Callable[[int], None],
     check: Callable[[Prepared, Path], None] = no_check,
+    shares: int | None = None,
+    elsewhere: Callable[[str], Elsewhere] | None = None,
 ) -> Result:
     """Write one or several prepared targets of one checkpoint, each to its folder of `out`, reading the source once.
 
     `check(prepared, folder)` looks at the finished shards, which have no config or index yet; where it raises
-    CheckFailed, they stay under OUT.partial and OUT does not appear.
+    CheckFailed, they stay under OUT.partial and OUT does not appear. With `shares`, that many processes have written
+    everything (`write_share`), and what they have not is a UsageFault. `elsewhere(plan id)` runs items on other
+    machines.
 
     Raises:
         CheckFailed: by `check`, or the output does not pass `validate`.
@@ -265,19 +269,16 @@ def write_all(
         EnvironmentFault: I/O; nothing is left under `out`.
     """
     source = targets[0].checkpoint.source
-    check_destination(out, source.root, overwrite=overwrite)
-    for prepared in targets:
-        _check_side_files(prepared)
-    plan = merge([prepared.plan for prepared in targets])
-    passing = source.passing_bytes([shards_read(item) for item in plan.items])
-    check_space(out, sum(prepared.bytes_needed for prepared in targets), passing)
-    decided = [(prepared.options, prepared.policy, prepared.job.resolution.values) for prepared in targets]
-    with PartialOutput(out, plan_id(source, plan, decided)) as output:
-        for prepared in targets:
-            for name in source.side_files:
-                if name not in _REWRITTEN:
-                    output.copy_side_file(source.side_file(name), key_of(prepared.folder, name))
-        outcome = execute(source, plan, [prepared.job for prepared in targets], output, workers, progress)
+    plan, identity = _checked(targets, out, overwrite=overwrite)
+    jobs = [prepared.job for prepared in targets]
+    with PartialOutput(out, identity) as output:
+        if shares is not None:
+            left = unfinished(out, set(finished(output.journalled, plan)), len(plan.items), shares)
+            if left is not None:
+                raise UsageFault(left)
+        _copy_side_files(targets, output)
+        there = None if elsewhere is None else elsewhere(identity)
+        outcome = execute(source, plan, jobs, output, workers, progress, elsewhere=there)
         if outcome.unusable:
             raise InputRefused(_unusable(targets[0].checkpoint, outcome.unusable_by_tensor()))
         output.seal()
@@ -294,6 +295,64 @@ def write_all(
 
         output.publish([file for files in small for file in files], overwrite=overwrite, check=validate)
     return Result(out, tuple(written), outcome)
+
+
+def write_share(
+    targets: Sequence[Prepared],
+    out: Path,
+    share: Share,
+    job: SharedJob,
+    *,
+    overwrite: bool,
+    workers: int,
+    progress: Callable[[int], None],
+) -> None:
+    """Write one share of what `write_all` writes, to an OUT.partial that several processes share.
+
+    Args:
+        targets, out, overwrite, workers, progress: as for `write_all`.
+        share: which.
+        job: what `finish` must know to go on; noted beside OUT.partial by the first of the processes.
+
+    Raises:
+        InputRefused, UsageFault, EnvironmentFault: as `write_all`.
+    """
+    source = targets[0].checkpoint.source
+    plan, identity = _checked(targets, out, overwrite=overwrite)
+    with SharedOutput(out, identity, share, job) as output:
+        if output.makes_files:
+            _copy_side_files(targets, output)
+        outcome = execute(source, plan, [one.job for one in targets], output, workers, progress, share.has)
+        if outcome.unusable:
+            raise InputRefused(_unusable(targets[0].checkpoint, outcome.unusable_by_tensor()))
+        source.verify_unchanged()
+
+
+def _checked(targets: Sequence[Prepared], out: Path, *, overwrite: bool) -> tuple[Plan, str]:
+    """The plan of all targets and its id, once nothing stands in the way of writing it."""
+    source = targets[0].checkpoint.source
+    check_destination(out, source.root, overwrite=overwrite)
+    for prepared in targets:
+        _check_side_files(prepared)
+    plan, identity = identified(targets)
+    passing = source.passing_bytes([shards_read(item) for item in plan.items])
+    check_space(out, sum(prepared.bytes_needed for prepared in targets), passing)
+    return plan, identity
+
+
+def identified(targets: Sequence[Prepared]) -> tuple[Plan, str]:
+    """The plan of all targets, and its id."""
+    plan = merge([prepared.plan for prepared in targets])
+    decided = [(prepared.options, prepared.policy, prepared.job.resolution.values) for prepared in targets]
+    return plan, plan_id(targets[0].checkpoint.source, plan, decided)
+
+
+def _copy_side_files(targets: Sequence[Prepared], output: PartialOutput) -> None:
+    source = targets[0].checkpoint.source
+    for prepared in targets:
+        for name in source.side_files:
+            if name not in _REWRITTEN:
+                output.copy_side_file(source.side_file(name), key_of(prepared.folder, name))
 
 
 def _unusable(checkpoint: Checkpoint, counts: Mapping[str, Mapping[str, int]]) -> list[Finding]:

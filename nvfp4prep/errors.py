@@ -51,6 +51,9 @@ class InputRefused(Stop):
         self.findings = tuple(findings[:_MOST_FINDINGS])
         super().__init__("\n".join(str(finding) for finding in self.findings))
 
+    def __reduce__(self) -> tuple[type[InputRefused], tuple[tuple[Finding, ...]]]:
+        return InputRefused, (self.findings,)  # from another process it comes with its findings
+
 
 class EnvironmentFault(Stop):
     """I/O, disk, network or permissions: the input may be fine."""

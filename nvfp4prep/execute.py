@@ -116,6 +116,8 @@ def execute(
     output: PartialOutput,
     workers: int,
     progress: Callable[[int], None],
+    mine: Callable[[int], bool] = lambda number: True,
+    elsewhere: Elsewhere | None = None,
 ) -> Outcome:
     """Run every item that an earlier run did not finish.
 
@@ -124,11 +126,12 @@ def execute(
         output: opened; its shards are created here.
         workers: threads.
         progress: called with bytes written, from any worker.
+        mine: which items, by number, are to be run at all.
+        elsewhere: runs items on other machines; None runs them here.
 
     Raises:
         EnvironmentFault: reading or writing failed; the first failure stops the others.
     """
-    keep_freed_memory()
     kept = output.open_shards(plan.shards)
     done = finished(output.journalled if kept else (), plan)
     whole = Outcome()
@@ -137,21 +140,62 @@ def execute(
     if whole.written:
         progress(whole.written)
     positions = {key: number for number, key in enumerate(plan.outputs)}
+    todo = [number for number in range(len(plan.items)) if number not in done and mine(number)]
+    if elsewhere is not None:
+        _collect(_with_progress(elsewhere(todo), progress), whole, output, positions)
+        return whole
+    with reported(source, plan, jobs, output, workers, progress, todo) as reports:
+        _collect(reports, whole, output, positions)
+    return whole
+
+
+Elsewhere = Callable[[Sequence[int]], Iterator[tuple[int, Outcome]]]
+"""Items by number -> what each reported, in any order, once it is on disk."""
+
+
+def _with_progress(
+    reports: Iterator[tuple[int, Outcome]], progress: Callable[[int], None]
+) -> Iterator[tuple[int, Outcome]]:
+    for number, outcome in reports:
+        progress(outcome.written)
+        yield number, outcome
+
+
+@contextmanager
+def reported(
+    source: Source,
+    plan: Plan,
+    jobs: Sequence[Job],
+    output: PartialOutput,
+    workers: int,
+    progress: Callable[[int], None],
+    todo: Sequence[int],
+) -> Iterator[Iterator[tuple[int, Outcome]]]:
+    """Run items here, and give what each reported as it ends. The iterator raises the first failure."""
+    keep_freed_memory()
     stop = threading.Event()
-    todo = [number for number in range(len(plan.items)) if number not in done]
     with source.opened(todo, lambda number: shards_read(plan.items[number]), stop) as shards:
         lock, local = threading.Lock(), threading.local()
-        context = Context(source, plan, jobs, output, shards.descriptors, progress, stop, whole, lock, local)
-        reports: SimpleQueue[tuple[int, Outcome | BaseException]] = SimpleQueue()
+        context = Context(source, plan, jobs, output, shards.descriptors, progress, stop, Outcome(), lock, local)
+        queue: SimpleQueue[tuple[int, Outcome | BaseException]] = SimpleQueue()
         with one_thread_each(), ThreadPoolExecutor(workers, thread_name_prefix="nvfp4prep") as pool:
             for number in shards.order:
-                pool.submit(_report, context, number, reports, shards.done)
+                pool.submit(_report, context, number, queue, shards.done)
             try:
-                _collect(len(todo), reports, whole, output, positions)
+                yield _succeeded(queue, len(todo))
             finally:
                 stop.set()
                 pool.shutdown(wait=True, cancel_futures=True)
-    return whole
+
+
+def _succeeded(queue: SimpleQueue[tuple[int, Outcome | BaseException]], count: int) -> Iterator[tuple[int, Outcome]]:
+    for _ in range(count):
+        number, report = queue.get()
+        if isinstance(report, Stopped):
+            continue  # another one says why
+        if isinstance(report, BaseException):
+            raise report
+        yield number, report
 
 
 @contextmanager
@@ -187,31 +231,23 @@ def _report(
 
 
 def _collect(
-    count: int,
-    reports: SimpleQueue[tuple[int, Outcome | BaseException]],
-    whole: Outcome,
-    output: PartialOutput,
-    positions: Mapping[str, int],
+    reports: Iterator[tuple[int, Outcome]], whole: Outcome, output: PartialOutput, positions: Mapping[str, int]
 ) -> None:
-    """Gather the reports of `count` items; now and then sync what they wrote and journal it. Raises the first failure.
+    """Gather what items reported; now and then sync what they wrote and journal it.
 
-    What was written is on disk before the journal says so: a machine that loses power must not believe it was.
+    What was written is on disk before the journal says so: a machine that loses power must not believe it was. Of a
+    share the journal is all that is left.
     """
     fresh: list[bytes] = []
     begun = last = monotonic()
-    for _ in range(count):
-        number, report = reports.get()
-        if isinstance(report, Stopped):
-            continue  # another one says why
-        if isinstance(report, BaseException):
-            raise report
+    for number, report in reports:
         whole.add(report)
         fresh.append(line(number, report, positions))
         if monotonic() - last >= COMMIT_SECONDS:
             output.commit(b"".join(fresh))
             fresh.clear()
             last = monotonic()
-    if fresh and last - begun >= COMMIT_SECONDS:
+    if fresh and (output.is_share or last - begun >= COMMIT_SECONDS):
         output.commit(b"".join(fresh))
 
 

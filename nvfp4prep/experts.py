@@ -179,8 +179,18 @@ def with_row_factors(expert: Expert, factors: Tensor) -> Expert:
     Args:
         expert: int4, F32 scales.
         factors: F32 [I].
+
+    Raises:
+        LayoutError: a product over- or underflows, with its place.
     """
-    return replace(expert, up=replace(expert.up, scale=expert.up.scale * factors[:, None]))
+    before, factor = expert.up.scale, factors[:, None]
+    scale = before * factor
+    lost = ~torch.isfinite(scale) | ((scale == 0) & (before != 0) & (factor != 0))
+    if bool(lost.any()):
+        row, group = (int(i) for i in lost.nonzero()[0])
+        text = f"{float(before[row, group]):g} times down's pre_quant_scale {float(factors[row]):g}"
+        raise LayoutError(f"up's group scale {text} at [{row}, {group}] does not fit float32")
+    return replace(expert, up=replace(expert.up, scale=scale))
 
 
 def with_scales_in(expert: Expert, dtype: torch.dtype) -> tuple[Expert, float]:

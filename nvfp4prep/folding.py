@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,9 +22,6 @@ from nvfp4prep.model_config import sections
 from nvfp4prep.schema import FLOAT_DTYPES, Format, Linear, MoeLayer
 from nvfp4prep.source import read_tensor
 from nvfp4prep.widening import widened
-
-if TYPE_CHECKING:
-    from nvfp4prep.targets import Target
 
 DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -63,19 +59,6 @@ class Factors:
     rows: bool
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where the pre_quant_scale of the routed experts goes for one target, by MoE path.
-
-    `folds` are those of gate and up that go into norms, `factors` those that the kernel has a place for, `rows` the
-    layers whose down's go into the rows of up.
-    """
-
-    folds: Mapping[str, Fold]
-    factors: Mapping[str, Factors]
-    rows: frozenset[str]
-
-
 def has_pre_quant_scale(moe: MoeLayer) -> bool:
     """Whether any of a layer's experts has one."""
     return any("pre_quant_scale" in linear.params for linear in (*moe.w13, *moe.w2))
@@ -91,41 +74,6 @@ def read_floats(checkpoint: Checkpoint, tensor: TensorInfo) -> Tensor:
     """A small float tensor as F32. Raises EnvironmentFault."""
     values = widened(tensor.dtype, read_tensor(checkpoint.source, tensor))
     return torch.from_numpy(values.copy()).view(tensor.shape)
-
-
-def placement(checkpoint: Checkpoint, target: Target, fold: bool) -> Placement:
-    """Where pre_quant_scale goes for a packed target.
-
-    Args:
-        checkpoint: as read.
-        target: one that `targets.check_target` has nothing against.
-        fold: whether what the kernel has no place for may be folded.
-
-    Raises:
-        InputRefused: it can't go anywhere, or a reader of a folded norm is quantised, which stays as it is here.
-        EnvironmentFault: I/O.
-    """
-    layers = target.layers(checkpoint.schema)
-    if target.module.REQUIRES.pre_quant_scale:
-        factors = place_all(checkpoint, layers, fold)
-        return Placement({}, factors, frozenset(path for path, placed in factors.items() if placed.rows))
-    folds = fold_all(checkpoint)
-    refused = [
-        Finding(
-            "target-refused",
-            "error",
-            f"{path}: pre_quant_scale can't be folded: {reader.module} reads the norm and is quantised",
-            reader.params["weight"].file,
-            reader.params["weight"].name,
-            reader.layer,
-        )
-        for path, found in folds.items()
-        for reader in found.readers
-        if reader.format is not Format.UNQUANTIZED
-    ]
-    if refused:
-        raise InputRefused(refused)
-    return Placement(folds, {}, frozenset(moe.path for moe in layers if has_pre_quant_scale(moe)))
 
 
 def place_all(checkpoint: Checkpoint, layers: Sequence[MoeLayer], fold: bool) -> dict[str, Factors]:
@@ -157,17 +105,39 @@ def _place(checkpoint: Checkpoint, moe: MoeLayer, fold: bool) -> Factors | Findi
     odd = _odd_factors(moe)
     if odd is not None:
         return odd
+    bad = _unusable(checkpoint, moe)
+    if bad is not None:
+        return bad
     first, differing = _shared_factors(checkpoint, moe.w13, moe.hidden)
     if differing:
-        return _refused(moe, _differ(differing, moe.w13, "gate/up"), _experts_of(differing))
+        return _not_one(moe, _differ(differing, moe.w13, "gate/up"), differing)
     second, differing = _shared_factors(checkpoint, moe.w2, moe.intermediate)
     if not differing:
         return Factors(first, second, False)
     if not fold:
         message = f"{_differ(differing, moe.w2, 'down')}; --pre-quant-scale fold moves them into up's scales"
-        return _refused(moe, message, _experts_of(differing))
+        return _not_one(moe, message, differing)
     problem = _immovable(checkpoint, moe, activation_kind(checkpoint))
     return problem or Factors(first, torch.ones(moe.intermediate), True)
+
+
+def _unusable(checkpoint: Checkpoint, moe: MoeLayer) -> Finding | None:
+    """The first pre_quant_scale of a layer that holds what nothing can be multiplied by."""
+    for linear in (*moe.w13, *moe.w2):
+        tensor = linear.params.get("pre_quant_scale")
+        if tensor is None:
+            continue
+        values = read_floats(checkpoint, tensor)
+        if not bool(torch.isfinite(values).all()) or bool((values == 0).any()):
+            experts = () if linear.expert is None else (linear.expert,)
+            text = f"{moe.path}: {tensor.name} holds zero, inf or NaN"
+            return Finding("target-refused", "error", text, tensor.file, tensor.name, moe.layer, experts)
+    return None
+
+
+def _not_one(moe: MoeLayer, message: str, differing: Sequence[Linear]) -> Finding:
+    text = f"{moe.path}: the kernel takes one pre_quant_scale for all experts: {message}"
+    return Finding("target-refused", "error", text, layer=moe.layer, experts=_experts_of(differing))
 
 
 def _shared_factors(checkpoint: Checkpoint, linears: Sequence[Linear], size: int) -> tuple[Tensor, list[Linear]]:
@@ -201,32 +171,35 @@ def activation_kind(checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def fold_all(checkpoint: Checkpoint) -> dict[str, Fold]:
-    """How pre_quant_scale of each MoE layer is folded away.
+def fold_all(checkpoint: Checkpoint, layers: Sequence[MoeLayer]) -> dict[str, Fold]:
+    """How pre_quant_scale of each of the MoE layers is folded away.
 
     Raises:
         InputRefused: it can't be.
         EnvironmentFault: I/O.
     """
-    folds, refused = fold_layers(checkpoint, activation_kind(checkpoint))
+    folds, refused = fold_layers(checkpoint, activation_kind(checkpoint), layers)
     if refused:
         raise InputRefused(refused)
     return folds
 
 
-def fold_layers(checkpoint: Checkpoint, activation: str | None) -> tuple[dict[str, Fold], list[Finding]]:
+def fold_layers(
+    checkpoint: Checkpoint, activation: str | None, layers: Sequence[MoeLayer]
+) -> tuple[dict[str, Fold], list[Finding]]:
     """The fold of each MoE layer whose gate and up have a pre_quant_scale, by path, and what keeps others from it.
 
     Args:
         checkpoint: as read.
         activation: the experts' activation, None for an unknown one; down's is folded only where it is linear in up.
+        layers: NVFP4 or int4; those of another target's stay as they are.
 
     Raises:
         EnvironmentFault: I/O.
     """
     folds: dict[str, Fold] = {}
     findings: list[Finding] = []
-    for moe in checkpoint.schema.layers_of(Format.NVFP4, Format.INT4):
+    for moe in layers:
         if not has_pre_quant_scale(moe):
             continue
         problem = _problem(checkpoint, moe, activation)

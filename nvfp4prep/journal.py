@@ -71,7 +71,7 @@ def plan_id(source: Source, plan: Plan, decided: Iterable[object]) -> str:
     """What two runs must share for one to go on with what the other wrote: 32 hex digits.
 
     Args:
-        source: whose files are known by size, time and inode; those of a Hub repo by commit and digest.
+        source: whose files are known by size, time and inode; those of a Hub repo by commit.
         plan: where every byte goes.
         decided: whatever else their values depend on: options, resolved scales; by their repr.
     """

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nvfp4prep import folding
 from nvfp4prep.errors import InputRefused
 from nvfp4prep.experts import (
     Read,
@@ -67,7 +68,7 @@ from nvfp4prep.targets import IDENTITY, Target, activation_of, has_biases
 if TYPE_CHECKING:
     from nvfp4prep.checkpoint import Checkpoint
     from nvfp4prep.execute import Context
-    from nvfp4prep.folding import Factors, Placement
+    from nvfp4prep.folding import Factors, Fold
 
 DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
@@ -103,6 +104,36 @@ class PackJob:
 
     def rank_folder(self, rank: Rank) -> str:
         return key_of(self.folder, self.target.folder(rank))
+
+
+def pack_job(checkpoint: Checkpoint, target: Target, folder: str, fold: bool) -> tuple[PackJob, Mapping[str, Fold]]:
+    """The job of a target, without facts, and how its layers' pre_quant_scale is folded where the kernel has no place.
+
+    Raises:
+        InputRefused: pre_quant_scale can neither be kept nor folded.
+        EnvironmentFault: I/O.
+    """
+    layers = target.layers(checkpoint.schema)
+    job = PackJob(target, folder, checkpoint.config, checkpoint.scale_values, {})
+    if not target.module.REQUIRES.pre_quant_scale:
+        folds = folding.fold_all(checkpoint, layers)
+        quantised = [
+            _undividable(path, reader)
+            for path, fold in folds.items()
+            for reader in fold.readers
+            if reader.format is not Format.UNQUANTIZED
+        ]
+        if quantised:
+            raise InputRefused(quantised)
+        return replace(job, rows=frozenset(moe.path for moe in layers if folding.has_pre_quant_scale(moe))), folds
+    factors = folding.place_all(checkpoint, layers, fold)
+    return replace(job, factors=factors, rows=frozenset(path for path, found in factors.items() if found.rows)), {}
+
+
+def _undividable(path: str, reader: Linear) -> Finding:
+    weight = reader.params["weight"]
+    message = f"{path}: pre_quant_scale can't be folded: {reader.module} reads the norm and is quantised"
+    return Finding("target-refused", "error", message, weight.file, weight.name, reader.layer)
 
 
 # --- scales of one rank ----------------------------------------------------------------------------------------------
@@ -646,11 +677,6 @@ def _has_input_scale(moe: MoeLayer) -> bool:
 # --- what packing needs to know of a whole layer ---------------------------------------------------------------------
 
 
-def unplanned(checkpoint: Checkpoint, target: Target, folder: str, placed: Placement) -> PackJob:
-    """The job before anything is known of its layers (`with_facts`)."""
-    return PackJob(target, folder, checkpoint.config, checkpoint.scale_values, {}, placed.factors, placed.rows)
-
-
 def with_facts(job: PackJob, source: Source, schema: Schema, resolution: Resolution, workers: int) -> PackJob:
     """The job with its layers' facts, for which block scales may have to be read.
 
@@ -666,6 +692,33 @@ def with_facts(job: PackJob, source: Source, schema: Schema, resolution: Resolut
     if refused:
         raise InputRefused(refused)
     return found
+
+
+def group_scale_findings(
+    source: Source, schema: Schema, job: PackJob, resolution: Resolution, workers: int
+) -> list[Finding]:
+    """int4 experts with a group scale that the kernel's dtype can't hold, and that is no inf or NaN: one for each."""
+    layers = [moe for moe in job.target.layers(schema) if moe.format is Format.INT4]
+    with source.reader() as ranges:
+        stored = reader(partial(read_slice, ranges), source.tensors)
+
+        def scales_alone(name: str, index: int | None) -> Tensor:
+            """Scales as stored, but 1 for inf and NaN, of which another rule tells; empty weights."""
+            if name.endswith(".weight"):
+                return torch.empty(0, 0, dtype=torch.uint8)
+            values = stored(name, index)
+            return values.masked_fill(~torch.isfinite(values), 1.0)
+
+        def problem(moe: MoeLayer, expert: int) -> Finding | None:
+            try:
+                logical_expert(moe, expert, job, resolution, scales_alone)
+            except LayoutError as error:
+                return _refused(moe, job.target, str(error), [expert])
+            return None
+
+        with ThreadPoolExecutor(workers) as pool:
+            found = pool.map(lambda pair: problem(*pair), [(moe, e) for moe in layers for e in range(moe.expert_count)])
+            return [finding for finding in found if finding is not None]
 
 
 def bias_findings(schema: Schema, job: PackJob, resolution: Resolution, read: Read, workers: int) -> list[Finding]:

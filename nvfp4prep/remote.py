@@ -139,12 +139,6 @@ class RemoteSource(Source):
         for start in range(0, size, _SIDE_FILE_PIECE):
             yield read_remote_range(self.files, name, start, min(_SIDE_FILE_PIECE, size - start))
 
-    def identity(self) -> Iterator[str]:
-        """As `Source.identity`: the same wherever the shards are."""
-        yield f"{self.spec}\0{self.files.commit}"
-        for file, size in sorted(self.shards.items()):
-            yield f"{file}\0{size}\0{self.files.digests.get(file)}"
-
     def verify_unchanged(self) -> None:
         """As `Source.verify_unchanged`; of shards that were read where they are, by their ETags."""
         super().verify_unchanged()
@@ -240,9 +234,7 @@ def _list(repo: HubRepo) -> HubFiles:
         info = huggingface_hub.HfApi().model_info(
             repo.name, revision=repo.revision, files_metadata=True, timeout=LISTING_TIMEOUT
         )
-        siblings = info.siblings or ()
-        sizes = {file.rfilename: file.size for file in siblings}
-        digests = {file.rfilename: file.lfs["sha256"] if file.lfs else file.blob_id for file in siblings}
+        sizes = {file.rfilename: file.size for file in info.siblings or ()}
     except (HFValidationError, HfHubHTTPError):  # some are ValueErrors too
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -250,7 +242,7 @@ def _list(repo: HubRepo) -> HubFiles:
     known = {name: size for name, size in sizes.items() if size is not None}
     if info.sha is None or not _COMMIT.fullmatch(info.sha) or len(known) < len(sizes):
         raise OSError("it does not answer as a Hub does: the commit or the sizes of files are not told")
-    return HubFiles(repo, info.sha, known, {name: digest for name, digest in digests.items() if digest})
+    return HubFiles(repo, info.sha, known)
 
 
 def _snapshot_here(repo: HubRepo) -> Source | None:
@@ -359,12 +351,11 @@ def _opened(files: HubFiles, root: Path, states: Mapping[str, FileState]) -> Ite
 
 @dataclass(frozen=True)
 class HubFiles:
-    """A repo's files at one commit: sizes and digests as listed, and the ETags of those that were read."""
+    """A repo's files at one commit: their sizes, and the ETags of those that were read."""
 
     repo: HubRepo
     commit: str
     sizes: Mapping[str, int]
-    digests: Mapping[str, str] = field(default_factory=dict)
     etags: dict[str, str] = field(default_factory=dict)
 
 

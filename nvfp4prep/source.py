@@ -132,9 +132,14 @@ class Source:
                 yield piece
 
     def identity(self) -> Iterator[str]:
-        """What tells these shards from others, and from themselves once they were changed."""
-        for file, state in sorted(self.states.items()):
-            yield f"{file}\0{state}"
+        """What tells these shards from others, and from themselves once they were changed.
+
+        Of a Hub repo that is the commit, wherever its files are now.
+        """
+        if self.revision is not None:
+            yield f"{self.spec}\0{self.revision}"
+        for file, size in sorted(self.shards.items()):
+            yield f"{file}\0{size if self.revision is not None else self.states.get(file)}"
 
     def verify_unchanged(self) -> None:
         """Raise EnvironmentFault, naming the file, when a shard is no longer what it was when its header was read."""

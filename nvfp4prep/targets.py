@@ -264,7 +264,7 @@ def check_target(
     for moe in layers:
         problem = _problem(moe, config, weight_only, target, w13_scale)
         scaled = any("pre_quant_scale" in linear.params for linear in (*moe.w13, *moe.w2))
-        if scaled and pre_quant_scale != "fold" and not requires.pre_quant_scale:
+        if problem is None and scaled and pre_quant_scale != "fold" and not requires.pre_quant_scale:
             problem = "no place for the experts' pre_quant_scale (AWQ); --pre-quant-scale fold folds it away"
         if problem:
             findings.append(_error(f"{moe.path}: {problem}", target, moe))
@@ -295,9 +295,6 @@ def _problem(
     if requires.input_scales and any(linear.module in weight_only for linear in (*moe.w13, *moe.w2)):
         names = [layout.NAME for layout in LAYOUTS.values() if _weight_only(layout, requires.format)]
         return f"the experts have no input_scale (W4A16); weight-only targets work: {', '.join(names)}"
-    groups = sorted({linear.group_size for linear in (*moe.w13, *moe.w2)})
-    if len(groups) > 1:
-        return f"group sizes {' and '.join(map(str, groups))} in one layer; kernels take one"
     if moe.gate_up is not None and moe.order is None:
         return f"model_type {config.get('model_type')!r} does not say how gate and up columns are ordered"
     if moe.expert_count % target.ep:
@@ -305,6 +302,8 @@ def _problem(
         return f"{moe.expert_count} experts can't be split over --ep {target.ep}; these work: {_list(sizes)}"
     try:
         activation = activation_of(config, moe.gated)
+        if activation.kind not in rules.activations and activation.limit is None:
+            return f"{target.engine} has no {activation.kind} on this kernel"
         if activation.kind not in rules.activations or (activation.limit and "swiglu-oai" not in rules.activations):
             return f"{target.engine} ignores the clamp of {activation.kind} on this kernel"
         w13_policy(target, w13_scale, activation)
@@ -332,11 +331,14 @@ def expert_problem(moe: MoeLayer, target: Target) -> str | None:
 
 
 def _stored_problem(moe: MoeLayer) -> str | None:
-    """Parameters of the experts that packing would lose."""
+    """Parameters of the experts that packing would lose, or that no kernel takes."""
     linears = (*moe.w13, *moe.w2)
     unknown = sorted({param for linear in linears for param in linear.params} - _PACKED_PARAMS - {"pre_quant_scale"})
     if unknown:
         return f"the experts have {', '.join(unknown)}, which this kernel has no place for"
+    groups = sorted({linear.group_size for linear in linears})
+    if len(groups) > 1:
+        return f"group sizes {' and '.join(map(str, groups))} in one layer; kernels take one"
     biases = [linear.params["bias"] for linear in linears if "bias" in linear.params]
     if biases and len(biases) < len(linears):
         return f"{len(biases)} of the experts' {len(linears)} linears have a bias; kernels take all or none"

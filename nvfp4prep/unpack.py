@@ -17,6 +17,7 @@ from nvfp4prep.digests import differing_files, read_header
 from nvfp4prep.errors import CheckFailed, InputRefused
 from nvfp4prep.execute import Job, execute, shard_digests
 from nvfp4prep.findings import Finding
+from nvfp4prep.folding import factors_fit
 from nvfp4prep.header import DTYPE_BITS, MAX_TENSORS, HeaderError, TensorInfo, parse_header, tensor_bytes
 from nvfp4prep.journal import plan_id
 from nvfp4prep.numerics import raw_bytes
@@ -203,6 +204,7 @@ def _check_layers(manifest: Mapping[str, Any], target: Target, schema: Schema) -
         if problem is not None:
             raise ValueError(f"{moe.path}: {problem}")
         for linear in (*moe.w13, *moe.w2):
+            _require(factors_fit(linear), f"{moe.path} pre_quant_scale")
             for param in SCALAR_PARAMS:
                 info = linear.params.get(param)
                 shapes: tuple[tuple[int, ...], ...] = ((),)

@@ -17,11 +17,11 @@ from nvfp4prep.findings import Finding, errors
 from nvfp4prep.options import COMPRESSED, Options, ask
 from nvfp4prep.rules import LEVELS, RULES, SEVERITIES, Level, Rule, Severity
 from nvfp4prep.scales import Resolution, resolve
+from nvfp4prep.schema import Format
 from nvfp4prep.source import Source, open_source, read_json
 
 if TYPE_CHECKING:
-    from nvfp4prep.folding import Placement
-    from nvfp4prep.targets import Target
+    from nvfp4prep.packing import PackJob
 
 _NO_CHECKPOINT = frozenset({"no-such-checkpoint", "not-a-directory", "no-weights"})
 """Rules whose findings mean that there is nothing to validate."""
@@ -201,39 +201,39 @@ def _of_target(checkpoint: Checkpoint, level: Level, options: Options, workers: 
         return list(refused.findings)
     if level == "headers":
         return []
-    placed: Placement | None = None
+    job = None
     try:
-        if options.target != "hf":
-            from nvfp4prep.folding import fold_all, placement
+        if options.target == COMPRESSED:
+            from nvfp4prep.folding import fold_all
 
-            if asked.target is None:
-                fold_all(checkpoint)
-            else:
-                placed = placement(checkpoint, asked.target, options.pre_quant_scale == "fold")
+            fold_all(checkpoint, checkpoint.schema.layers_of(Format.NVFP4, Format.INT4))
+        elif asked.target is not None:
+            from nvfp4prep import packing
+
+            job, _ = packing.pack_job(checkpoint, asked.target, "", options.pre_quant_scale == "fold")
     except InputRefused as refused:
         return list(refused.findings)
     resolution = resolve(checkpoint.schema, checkpoint.scale_values, asked.weight_only, asked.policy)
     findings = list(resolution.findings)
-    if level == "full" and placed is not None and asked.target is not None and not errors(findings):
-        findings += _of_kernel(checkpoint, asked.target, placed, resolution, workers)
+    if level == "full" and not errors(findings):
+        findings += _of_kernel(checkpoint, job, resolution, workers)
     return findings
 
 
-def _of_kernel(
-    checkpoint: Checkpoint, target: Target, placed: Placement, resolution: Resolution, workers: int
-) -> list[Finding]:
+def _of_kernel(checkpoint: Checkpoint, job: PackJob | None, resolution: Resolution, workers: int) -> list[Finding]:
     """What a layout can't store, for which it looks at all block scales."""
+    if job is None:
+        return []
     from nvfp4prep import packing
     from nvfp4prep.layouts.logical import LayoutError
 
-    job = packing.unplanned(checkpoint, target, "", placed)
     try:
         packing.with_facts(job, checkpoint.source, checkpoint.schema, resolution, workers)
     except LayoutError as error:
-        return [Finding("target-refused", "error", f"{target.layout}: {error}")]
+        return [Finding("target-refused", "error", f"{job.target.layout}: {error}")]
     except InputRefused as refused:
         return list(refused.findings)
-    return []
+    return packing.group_scale_findings(checkpoint.source, checkpoint.schema, job, resolution, workers)
 
 
 # --- outputs of convert ----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from types import TracebackType
+from typing import Self
 
 from nvfp4prep.errors import CheckFailed, EnvironmentFault, InputRefused, UsageFault
 from nvfp4prep.findings import Finding
@@ -55,7 +56,7 @@ def check_destination(out: Path, source_root: Path, *, overwrite: bool) -> None:
     partial, replaced = partial_path(out), replaced_path(out)
     if source_root.exists():
         _check_source(out, source_root, {out.resolve(), partial, replaced})
-    if _in_the_way(partial, marker_path(out)):
+    if in_the_way(partial, marker_path(out)):
         raise UsageFault(f"{partial}: is in the way and was not left by nvfp4prep; move it, or choose another OUT")
     if os.path.lexists(replaced):
         raise UsageFault(
@@ -162,9 +163,20 @@ def marker_path(out: Path) -> Path:
     return out.with_name(f".{out.name}.partial.nvfp4prep")
 
 
-def _in_the_way(partial: Path, marker: Path) -> bool:
+def share_path(out: Path, what: str) -> Path:
+    """A file beside the marker that processes which share OUT.partial keep (`sharing`)."""
+    return out.with_name(f"{marker_path(out).name}.{what}")
+
+
+def share_paths(out: Path) -> list[Path]:
+    """All such files that are there."""
+    prefix = marker_path(out).name + "."
+    return sorted(path for path in out.parent.iterdir() if path.name.startswith(prefix))
+
+
+def in_the_way(partial: Path, marker: Path) -> bool:
     """Whether `partial` is there and neither empty nor the one that the marker names."""
-    found = _identity(partial)
+    found = identity(partial)
     if found is None:
         return False
     try:
@@ -176,7 +188,7 @@ def _in_the_way(partial: Path, marker: Path) -> bool:
     return partial.is_symlink() or not partial.is_dir() or any(partial.iterdir())
 
 
-def _identity(path: Path) -> Identity | None:
+def identity(path: Path) -> Identity | None:
     try:
         found = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -289,8 +301,10 @@ class PartialOutput:
     journal has what another run with the same plan can go on with.
 
     An exception that leaves the context gets a note of what is on disk, where that is anything. `journalled` are the
-    lines of an earlier run with this plan, whose files are still there.
+    lines of an earlier run with this plan, whose files are still there. `is_share`: others write parts of it too.
     """
+
+    is_share = False
 
     def __init__(self, out: Path, plan: str) -> None:
         self.journalled: tuple[bytes, ...] = ()
@@ -308,7 +322,7 @@ class PartialOutput:
         self._own: Identity | None = None
         self._lock = -1
 
-    def __enter__(self) -> PartialOutput:
+    def __enter__(self) -> Self:
         try:
             self._open()
         except BaseException as error:
@@ -329,31 +343,43 @@ class PartialOutput:
             with suppress(FileExistsError):
                 folder.mkdir()
                 self._parents.append(folder)
-        self._lock = _locked(self._marker, self.partial)
-        self._former = _identity(self.out)
-        if _in_the_way(self.partial, self._marker):
+        self._lock = locked(
+            self._marker,
+            f"{self.partial}: another nvfp4prep is writing here; wait for it or choose another OUT",
+        )
+        if _MARKER_TEXT.fullmatch(os.pread(self._lock, os.fstat(self._lock).st_size, 0)) is None:
+            raise UsageFault(f"{self._marker}: is in the way and was not left by nvfp4prep; move it")
+        self._former = identity(self.out)
+        if in_the_way(self.partial, self._marker):
             raise UsageFault(f"{self.partial}: is in the way and was not left by nvfp4prep; move it")
         if os.path.lexists(self.partial):  # left by a run that was killed
             self.journalled = self._read_journal()
             if self.journalled:
-                self._own, self._committed = _identity(self.partial), True
+                self._own, self._committed = identity(self.partial), True
                 return
             shutil.rmtree(self.partial)
+        self._forget_shares()
         self.partial.mkdir()
         self._begin_journal()
 
     def _read_journal(self) -> tuple[bytes, ...]:
-        """The whole lines of a journal of the same plan."""
+        """The whole lines of a journal of the same plan, and of those of shares of it."""
         text = os.pread(self._lock, os.fstat(self._lock).st_size, 0)
         found = _MARKER_TEXT.fullmatch(text)
         if found is None or found[2] is None or found[2].decode() != self._plan:
             return ()
         lines = found["journal"].split(b"\n")
         self._journal_end = len(text) - len(lines[-1])
-        return tuple(lines[:-1])
+        shares = [journal_lines(path.read_bytes(), self._plan) for path in share_paths(self.out)]
+        return (*lines[:-1], *(line for share in shares for line in share))
+
+    def _forget_shares(self) -> None:
+        for path in share_paths(self.out):
+            with suppress(OSError):
+                path.unlink()
 
     def _begin_journal(self) -> None:
-        self._own = _identity(self.partial)
+        self._own = identity(self.partial)
         assert self._own is not None
         text = b"nvfp4prep %d\nplan %s\n" % (self._own[1], self._plan.encode())
         os.ftruncate(self._lock, 0)
@@ -375,7 +401,7 @@ class PartialOutput:
 
     @property
     def _published(self) -> bool:
-        return self._own is not None and _identity(self.out) == self._own
+        return self._own is not None and identity(self.out) == self._own
 
     def _leave(self, value: BaseException | None) -> None:
         """Delete what is not wanted, data first and the marker last, and note on `value` what is left."""
@@ -408,12 +434,13 @@ class PartialOutput:
             self._roll_back()
         else:
             self._roll_back()
-            if self._own is not None and _identity(self.partial) == self._own:
+            if self._own is not None and identity(self.partial) == self._own:
                 shutil.rmtree(self.partial, ignore_errors=True)
             else:
                 with suppress(OSError):
                     self.partial.rmdir()  # made, but not yet known to be
-        if not os.path.lexists(self.partial) or _in_the_way(self.partial, self._marker):
+        if not os.path.lexists(self.partial) or in_the_way(self.partial, self._marker):
+            self._forget_shares()
             with suppress(OSError):
                 self._marker.unlink()
 
@@ -422,10 +449,10 @@ class PartialOutput:
         found = []
         if self._published:
             found.append(f"{self.out} is complete")
-        elif self._own is not None and _identity(self.partial) == self._own:
+        elif self._own is not None and identity(self.partial) == self._own:
             then = "the same command goes on from there" if self._committed else "the next run deletes it"
             found.append(f"{self.partial} is left; {then}")
-        if self._former is not None and _identity(self._replaced) == self._former:
+        if self._former is not None and identity(self._replaced) == self._former:
             advice = "delete it" if self._published else f"rename it to {self.out.name}"
             found.append(f"the former {self.out.name} is left as {self._replaced}; {advice}")
         return "; ".join(found)
@@ -494,6 +521,11 @@ class PartialOutput:
         except OSError as error:
             raise fault(path, "can't be copied", error) from None
 
+    def sync_written(self) -> None:
+        """Force the shards that were written to onto disk, and close them: for a process that is not the run's own."""
+        self._shards = list(self._fresh)
+        self.seal()
+
     def seal(self) -> None:
         """Force all shards to disk and close them."""
         self._sync_shards()
@@ -543,7 +575,7 @@ class PartialOutput:
             raise fault(self.out, "can't be finished", error) from None
 
     def _check_unchanged(self, place: Path) -> None:
-        if _identity(place) != self._former:
+        if identity(place) != self._former:
             raise UsageFault(f"{self.out}: appeared or was changed during the run; nothing of it was touched")
 
     def _take_name(self) -> None:
@@ -562,26 +594,46 @@ class PartialOutput:
             self._replaced.rename(self.out)
 
     def _delete_former(self) -> None:
-        if self._former is not None and _identity(self._replaced) == self._former:
+        if self._former is not None and identity(self._replaced) == self._former:
             shutil.rmtree(self._replaced)
 
 
-def _locked(marker: Path, partial: Path) -> int:
-    """A descriptor of the marker with an exclusive lock, held until it is closed or the process ends."""
+def plan_of(descriptor: int, partial: Path) -> str | None:
+    """The plan that an open marker names for an OUT.partial that is there, or None."""
+    text = _MARKER_TEXT.fullmatch(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
+    found = identity(partial)
+    if text is None or text[2] is None or found is None or int(text[1]) != found[1]:
+        return None
+    return text[2].decode()
+
+
+def journal_lines(text: bytes, plan: str) -> tuple[bytes, ...]:
+    """The whole lines of a share's journal, without its head; none of another plan's."""
+    head = journal_head(plan)
+    return tuple(text[len(head) :].split(b"\n")[:-1]) if text.startswith(head) else ()
+
+
+def journal_head(plan: str) -> bytes:
+    """What a share's journal begins with."""
+    return b"plan %s\n" % plan.encode()
+
+
+def locked(marker: Path, refusal: str) -> int:
+    """A descriptor of a file with an exclusive lock, held until it is closed or the process ends.
+
+    Raises:
+        EnvironmentFault: another process has it.
+    """
     while True:
         descriptor = os.open(marker, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             found = os.fstat(descriptor)
-            if _identity(marker) == (found.st_dev, found.st_ino):  # not one that its owner has just removed
-                if _MARKER_TEXT.fullmatch(os.pread(descriptor, found.st_size, 0)) is None:
-                    raise UsageFault(f"{marker}: is in the way and was not left by nvfp4prep; move it")
+            if identity(marker) == (found.st_dev, found.st_ino):  # not one that its owner has just removed
                 return descriptor
         except BlockingIOError:
             os.close(descriptor)
-            raise EnvironmentFault(
-                f"{partial}: another nvfp4prep is writing here; wait for it or choose another OUT"
-            ) from None
+            raise EnvironmentFault(refusal) from None
         except BaseException:
             os.close(descriptor)
             raise

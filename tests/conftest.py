@@ -72,3 +72,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.line(f"{len(available)} of {len(checkpoints.FULL_SET)} available ({folder})")
     if missing:
         terminalreporter.line(f"not available: {', '.join(missing)}")
+    if not any("engines" in str(argument) for argument in terminalreporter.config.args):
+        terminalreporter.section("engines")
+        terminalreporter.line(
+            "tests/engines is not part of this run: scripts/test-engines runs it, beside vLLM and SGLang"
+        )

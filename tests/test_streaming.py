@@ -177,15 +177,28 @@ def test_side_files_of_any_size(hub: Hub, tmp_path: Path, monkeypatch: pytest.Mo
     """Those that are too large for the cache are fetched in pieces, straight to where they belong."""
     folder = tmp_path / "repo"
     shutil.copytree(checkpoints.DATA / QWEN, folder)
-    (folder / "odd [name]*.bin").write_bytes(os.urandom(9000))
+    (folder / "odd [name]*.bin").write_bytes(os.urandom(500_001))
     (folder / "onnx").mkdir()
     shutil.copy(folder / "model.safetensors", folder / "onnx" / "x.safetensors")
     monkeypatch.setattr(remote, "SMALL_FILE_BYTES", 5000)
-    monkeypatch.setattr(remote, "_SIDE_FILE_PIECE", 4000)
+    monkeypatch.setattr(remote, "_SIDE_FILE_PIECE", 200_000)
     put(hub, folder)
     assert run("convert", REPO, tmp_path / "far", "-q", "--no-smoke").code == 0
     assert run("convert", folder, tmp_path / "near", "-q", "--no-smoke").code == 0
     same_but_for_the_source(tmp_path / "far", tmp_path / "near")
+
+
+def test_shares(hub: Hub, tmp_path: Path) -> None:
+    """Each share streams what it needs; they and finish stay with one commit, though the branch moves on."""
+    commit = put(hub, checkpoints.DATA / SHARDED)
+    work = tmp_path / "work"
+    assert run("convert", f"{REPO}@main", work / "out", "-q", "--shard", "1/2").code == 0
+    assert run("convert", f"{REPO}@{commit}", work / "out", "-q", "--shard", "2/2", "--keep-source").code == 0
+    put(hub, checkpoints.DATA / QWEN)
+    assert run("finish", work / "out", "-q").code == 0
+    assert run("convert", checkpoints.DATA / SHARDED, work / "near", "-q").code == 0
+    same_but_for_the_source(work / "out", work / "near")
+    nothing_left(work, "out", "near")
 
 
 # --- a Hub that fails ---------------------------------------------------------------------------------------------
@@ -462,6 +475,26 @@ def test_ended_while_a_shard_is_on_its_way(
     assert "Traceback" not in stderr
     left = {path.name for path in work.iterdir()}
     assert left <= {"out.partial", ".out.partial.nvfp4prep"}
+
+
+def test_gone_on_with_from_the_cache(
+    hub: Hub, start: Callable[..., subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit says what the bytes are, wherever they are read."""
+    commit = put(hub, checkpoints.DATA / SHARDED)
+    out = tmp_path / "out"
+    process = start("convert", REPO, out, "--no-smoke", "-q")
+    wait_for(process, lambda: len(journal(out)) >= 5)
+    process.kill()
+    process.communicate()
+    done = len(journal(out))
+    labels = counted(monkeypatch)
+    assert run("convert", f"{REPO}@{commit}", out, "--no-smoke", "-q", "--keep-source").code == 0
+    resumed = len(labels)
+    labels.clear()
+    assert run("convert", checkpoints.DATA / SHARDED, tmp_path / "near", "--no-smoke", "-q").code == 0
+    assert resumed == len(labels) - done
+    same_but_for_the_source(out, tmp_path / "near")
 
 
 def test_another_commit_starts_anew(

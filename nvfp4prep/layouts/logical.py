@@ -222,6 +222,8 @@ def plan_geometry(
     if group not in requires.groups:
         sizes = " or ".join(map(str, requires.groups))
         raise LayoutError(f"groups of {group} columns share a scale; this kernel takes {sizes}")
+    if hidden % group:
+        raise LayoutError(f"hidden size {hidden} cuts {requires.format.value}'s groups of {group}")
     if intermediate % group:
         raise LayoutError(f"intermediate size {intermediate} per rank cuts {requires.format.value}'s groups of {group}")
     if intermediate % rules.inner_multiple:

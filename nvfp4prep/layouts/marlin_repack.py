@@ -74,10 +74,14 @@ GROUPED_ORDER, SINGLE_ORDER = _orders()
 """Source column of each destination column within 64 (several groups along K) or 32 (one group; biases)."""
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def permute_columns(values: Tensor, order: Tensor) -> Tensor:
     """Columns in Marlin's order: within each run of len(order) columns, column i comes from order[i]."""
-    runs = values.reshape(-1, len(order)).numpy()
-    return torch.from_numpy(runs.take(order.numpy(), 1)).view(values.shape)
+    bits = values.contiguous().view(_BITS[values.element_size()])  # NumPy has no BF16
+    runs = bits.reshape(-1, len(order)).numpy()
+    return torch.from_numpy(runs.take(order.numpy(), 1)).view(values.shape).view(values.dtype)
 
 
 def restore_columns(values: Tensor, order: Tensor) -> Tensor:

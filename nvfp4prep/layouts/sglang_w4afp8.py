@@ -69,7 +69,8 @@ def _scale_shape(rows: int, groups: int) -> tuple[int, int]:
 
 def _pack_scale(scale: Tensor) -> Tensor:
     rows, groups = scale.shape
-    return scale.reshape(rows, groups // _run(groups), _run(groups)).transpose(0, 1).reshape(_scale_shape(rows, groups))
+    runs = scale.reshape(rows, groups // _run(groups), _run(groups)).transpose(0, 1)
+    return runs.reshape(_scale_shape(rows, groups)).contiguous()
 
 
 def _unpack_scale(packed: Tensor, rows: int) -> Tensor:

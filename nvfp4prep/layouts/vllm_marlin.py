@@ -25,6 +25,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -125,6 +126,7 @@ def restore_table(factor: float, flush: bool) -> Tensor:
     return table
 
 
+@lru_cache(maxsize=64)
 def lost_codes(factor: float, flush: bool) -> tuple[int, ...]:
     """E4M3 codes that do not come back: flushed to zero, or negative."""
     back = restore_table(factor, flush)[recode_table(factor, flush).long()]
@@ -140,7 +142,7 @@ def lost_blocks(expert: Expert, facts: LayerFacts) -> int:
         if matrix is not None:
             lost = torch.zeros(256, dtype=torch.bool)
             lost[list(lost_codes(factor, flush))] = True
-            count += int(lost[matrix.scale.long()].sum())
+            count += int(np.count_nonzero(lost.numpy().take(matrix.scale.numpy())))
     return count
 
 
@@ -166,10 +168,12 @@ def acting(expert: Expert, facts: LayerFacts) -> Expert:
     )
 
 
+_SCALE_ORDER = marlin_repack.GROUPED_ORDER.view(-1, 4)[:, [0, 2, 1, 3]].reshape(-1)
+
+
 def _pack_scale(scale: Tensor, factor: float, flush: bool) -> Tensor:
-    columns = marlin_repack.permute_columns(scale.T.contiguous(), marlin_repack.GROUPED_ORDER)
-    regrouped = columns.view(-1, 4)[:, [0, 2, 1, 3]].reshape(columns.shape)
-    return recode_table(factor, flush)[regrouped.long()]
+    codes = torch.from_numpy(recode_table(factor, flush).numpy().take(scale.numpy()))
+    return marlin_repack.permute_columns(codes.T.contiguous(), _SCALE_ORDER)
 
 
 def _unpack_scale(packed: Tensor, factor: float, flush: bool) -> Tensor:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from nvfp4prep import packing
-from nvfp4prep.errors import EnvironmentFault, UsageFault
+from nvfp4prep.errors import EnvironmentFault, InputRefused, UsageFault
 from nvfp4prep.experts import Slice, slice_expert
+from nvfp4prep.findings import Finding
 from nvfp4prep.layouts import vllm_marlin
 from nvfp4prep.layouts.logical import Expert, LayerFacts, LayoutError, Scales
 from nvfp4prep.numerics import E2M1_MAX
@@ -66,7 +67,7 @@ class Subject:
     nothing is stored. `independent` is False when `logical` is what the packed bytes themselves say; `rescaled(moe)`
     True when block scales were rounded once more since the reference (unified gate and up scales). `folded` are the
     paths of layers whose pre_quant_scale was folded away: what activations they expect is not known, so that no bound
-    holds for the error of quantising them to NVFP4, and a BF16 checkpoint has other columns; these are not compared
+    holds for the error of quantising them, and a BF16 checkpoint has other columns; these are not compared
     with the real weights.
     """
 
@@ -171,16 +172,25 @@ def chosen_layers(layers: Sequence[MoeLayer], asked: str | tuple[int, ...]) -> l
 
 
 def check(subject: Subject, settings: Settings, progress: Callable[[str], None] = lambda _: None) -> Report:
-    """Run the check."""
+    """Run the check.
+
+    Raises:
+        InputRefused: a layer that can't be packed.
+        UsageFault, EnvironmentFault: see `choose_backend` and `chosen_layers`.
+    """
     name, run, why_not, versions = choose_backend(subject.target, settings.backend)
     rows: list[Row] = []
     problems: list[str] = []
     for moe in chosen_layers(subject.layers, settings.layers):
         progress(moe.path)
-        ranks = {rank: packed for rank in subject.target.ranks() if (packed := subject.pack(moe, rank)) is not None}
-        logical = subject.logical(moe)
-        for rank, packed in ranks.items():
-            problems += layer_problems(subject, moe, rank, packed, logical)
+        try:
+            ranks = {rank: packed for rank in subject.target.ranks() if (packed := subject.pack(moe, rank)) is not None}
+            logical = subject.logical(moe)
+            for rank, packed in ranks.items():
+                problems += layer_problems(subject, moe, rank, packed, logical)
+        except LayoutError as error:
+            message = f"{subject.target.layout_id}: {moe.path}: {error}"
+            raise InputRefused([Finding("smoke-refused", "error", message, layer=moe.layer)]) from None
         for expected in expectations(subject, settings, moe, tuple(ranks), logical):
             outputs = {rank: run(packed, expected.x, expected.routing).cpu() for rank, packed in ranks.items()}
             rows += judged(subject, settings, moe, logical, expected, outputs)
@@ -374,7 +384,7 @@ def expectations(
         for rank in ranks:
             part, local = _rank_part(target, moe, rank, whole, routing)
             by_rank[rank] = exact(part, x, local, target.activations, rounding_of(target)), local
-        other = target.activations == "NVFP4" or subject.reference == "BF16 checkpoint"
+        other = target.activations != "16-bit" or subject.reference == "BF16 checkpoint"
         known = moe.path not in subject.folded or not other
         complete = len(ranks) == target.tp * target.ep and known
         real = plain(subject.real(moe), logical.activation, x, routing) if complete else None

@@ -67,7 +67,8 @@ def _is_packed(path: Path) -> bool:
 
 def _packed(path: Path, options: Options | None, real: Real, source: str | None) -> tuple[Packed, Real]:
     packed = read_packed_output(path)
-    if options is not None and options.target != packed.target.layout.removesuffix("-int4"):
+    layout = packed.target.layout
+    if options is not None and options.target not in (layout, layout.removesuffix("-int4")):
         raise UsageFault(f"{path} is packed as {packed.target.layout_id}; leave --target out")
     if source is None:
         return packed, real

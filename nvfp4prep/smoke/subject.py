@@ -13,7 +13,6 @@ from torch import Tensor
 from nvfp4prep import packing
 from nvfp4prep.convert import Prepared
 from nvfp4prep.experts import Read, Slice, join_slices, load_expert, slice_expert
-from nvfp4prep.folding import Factors
 from nvfp4prep.layouts.logical import Expert, LayerFacts, Scales
 from nvfp4prep.packing import DTYPES, PackJob, projections
 from nvfp4prep.plan import Rank, key_of
@@ -159,19 +158,18 @@ def _real_of(real: Real) -> tuple[Callable[[MoeLayer], Callable[[int], Weights]]
             expert = load_expert(own, e, _copied(read), {})[0]
             if job is not None and own.path in job.rows:
                 expert = packing.with_stored_row_factors(expert, own, e, read)
-            return _with_columns(weights_of(expert, scales, e), factors)
+            weights = weights_of(expert, scales, e)
+            return weights if factors is None else _with_columns(weights, factors.w13, factors.w2)
 
         return weights
 
     return of_layer, SOURCE
 
 
-def _with_columns(weights: Weights, factors: Factors | None) -> Weights:
-    """Weights for inputs that no factors have been multiplied into."""
-    if factors is None:
-        return weights
-    gate = None if weights.gate is None else weights.gate * factors.w13
-    return replace(weights, gate=gate, up=weights.up * factors.w13, down=weights.down * factors.w2)
+def _with_columns(weights: Weights, w13: Tensor, w2: Tensor) -> Weights:
+    """Weights for inputs that no factors, [H] and [I], have been multiplied into."""
+    gate = None if weights.gate is None else weights.gate * w13
+    return replace(weights, gate=gate, up=weights.up * w13, down=weights.down * w2)
 
 
 def _rescaled_by(prepared: Prepared | None) -> Callable[[MoeLayer], bool]:
@@ -275,7 +273,13 @@ def _parameters_of(
 def _dequantised(own: Callable[[MoeLayer], LogicalLayer]) -> Callable[[MoeLayer], Callable[[int], Weights]]:
     def of_layer(moe: MoeLayer) -> Callable[[int], Weights]:
         layer = own(moe)
-        return lambda e: weights_of(layer.expert(e), layer.scales, e)
+        w13, w2 = layer.scales.w13_factors, layer.scales.w2_factors
+
+        def weights(e: int) -> Weights:
+            found = weights_of(layer.expert(e), layer.scales, e)
+            return found if w13 is None or w2 is None else _with_columns(found, w13, w2)
+
+        return weights
 
     return of_layer
 

@@ -1,0 +1,3 @@
+"""Stubs stand before anything imports SGLang."""
+
+import sglang_moe  # noqa: F401

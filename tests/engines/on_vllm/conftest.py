@@ -1,0 +1,3 @@
+"""Stubs stand before anything imports vLLM."""
+
+import vllm_moe  # noqa: F401
