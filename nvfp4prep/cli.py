@@ -289,6 +289,11 @@ def _with_output_options(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option("--no-smoke", is_flag=True, help="Leave the smoke check out.")
 @click.option(
+    "--keep-source",
+    is_flag=True,
+    help="Hub repos: download all of SRC to huggingface_hub's cache, and keep it there.",
+)
+@click.option(
     "--shard",
     "share",
     type=_ShareOf(),
@@ -308,6 +313,7 @@ def convert(
     max_shard_size: int | None,
     smoke_layers: Any,
     no_smoke: bool,
+    keep_source: bool,
     workers: int | None,
     dry_run: bool,
     overwrite: bool,
@@ -319,7 +325,10 @@ def convert(
     scheduler: str | None,
     **choices: Any,
 ) -> None:
-    """Convert SRC, a directory or Hub repo (org/name[@revision]), to OUT, a new directory."""
+    """Convert SRC, a directory or Hub repo (org/name[@revision]), to OUT, a new directory.
+
+    Of a Hub repo each shard is fetched once, converted and given up; a few lie on OUT's disk at a time.
+    """
     if quiet and verbose:
         raise click.UsageError("-q and -v exclude each other")
     if (executor == "dask") != (scheduler is not None):
@@ -340,7 +349,9 @@ def convert(
             if not dry_run:
                 raise
             _tell(f"a real run would stop here: {fault}")
-        checkpoint = peek_checkpoint(src) if dry_run else read_checkpoint(src)
+        whole = (keep_source or scheduler is not None) and not dry_run
+        checkpoint = read_checkpoint(src) if whole else peek_checkpoint(src, writer.destination(out).parent)
+        pinned = f"{checkpoint.source.spec}@{checkpoint.source.revision}" if checkpoint.source.revision else src
         prepared = []
         for number, name in enumerate(names):
             options = Options(name, max_shard_bytes=max_shard_size, **choices)
@@ -359,7 +370,7 @@ def convert(
         if share is not None:
             from nvfp4prep.sharing import SharedJob
 
-            job = SharedJob(src, tuple(one.options for one in prepared), share.count, overwrite)
+            job = SharedJob(pinned, tuple(one.options for one in prepared), share.count, overwrite)
             with _progress(total // share.count, bar=not as_json, enabled=not quiet) as advance:
                 conversion.write_share(
                     prepared, out, share, job, overwrite=overwrite, workers=threads, progress=advance
@@ -375,7 +386,7 @@ def convert(
             from nvfp4prep.cluster import on_dask
 
             options_of, folders = [one.options for one in prepared], [one.folder for one in prepared]
-            elsewhere = on_dask(scheduler, src, options_of, folders, out)
+            elsewhere = on_dask(scheduler, pinned, options_of, folders, out)
         _write(
             prepared,
             out,
@@ -443,12 +454,13 @@ def finish(out: Path, smoke_layers: Any, no_smoke: bool, workers: int | None, as
     """Give OUT its name, once every share of it (convert --shard i/n) is written."""
     with _stops(as_json) as ending:
         from nvfp4prep import convert as conversion
-        from nvfp4prep.checkpoint import read_checkpoint
+        from nvfp4prep import writer
+        from nvfp4prep.checkpoint import peek_checkpoint
         from nvfp4prep.sharing import read_job
 
         job = read_job(out)
         threads = workers or conversion.default_workers()
-        checkpoint = read_checkpoint(job.source)
+        checkpoint = peek_checkpoint(job.source, writer.destination(out).parent)
         prepared = [
             conversion.decide(checkpoint, options, options.target if len(job.targets) > 1 else "", number, threads)
             for number, options in enumerate(job.targets)

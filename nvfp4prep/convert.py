@@ -21,11 +21,11 @@ from nvfp4prep.header import TensorInfo
 from nvfp4prep.journal import Outcome, finished, plan_id
 from nvfp4prep.memory import check_memory
 from nvfp4prep.options import COMPRESSED, Options, ask
-from nvfp4prep.plan import Constant, Divide, Plan, Step, index_of, key_of, make_plan, merge
+from nvfp4prep.plan import Constant, Divide, Plan, Step, index_of, key_of, make_plan, merge, shards_read
 from nvfp4prep.scales import Resolution, ScalePolicy, changes, output_shape, resolve
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, Schema
 from nvfp4prep.sharing import Share, SharedJob, SharedOutput, unfinished
-from nvfp4prep.source import INDEX, verify_unchanged
+from nvfp4prep.source import INDEX
 from nvfp4prep.unusable import TEXTS
 from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space
 
@@ -283,7 +283,7 @@ def write_all(
         if outcome.unusable:
             raise InputRefused(_unusable(targets[0].checkpoint, outcome.unusable_by_tensor()))
         output.seal()
-        verify_unchanged(source)
+        source.verify_unchanged()
         for prepared in targets:
             check(prepared, output.partial)
         digests = shard_digests(plan, outcome)
@@ -326,7 +326,7 @@ def write_share(
         outcome = execute(source, plan, [one.job for one in targets], output, workers, progress, share.has)
         if outcome.unusable:
             raise InputRefused(_unusable(targets[0].checkpoint, outcome.unusable_by_tensor()))
-        verify_unchanged(source)
+        source.verify_unchanged()
 
 
 def _checked(targets: Sequence[Prepared], out: Path, workers: int, *, overwrite: bool) -> tuple[Plan, str]:
@@ -335,8 +335,9 @@ def _checked(targets: Sequence[Prepared], out: Path, workers: int, *, overwrite:
     check_destination(out, source.root, overwrite=overwrite)
     for prepared in targets:
         _check_side_files(prepared)
-    check_space(out, sum(prepared.bytes_needed for prepared in targets))
     plan, identity = identified(targets)
+    passing = source.passing_bytes([shards_read(item) for item in plan.items])
+    check_space(out, sum(prepared.bytes_needed for prepared in targets), passing)
     check_memory(plan, workers)
     return plan, identity
 
@@ -353,7 +354,7 @@ def _copy_side_files(targets: Sequence[Prepared], output: PartialOutput) -> None
     for prepared in targets:
         for name in source.side_files:
             if name not in _REWRITTEN:
-                output.copy_side_file(source.root / name, key_of(prepared.folder, name))
+                output.copy_side_file(source.side_file(name), key_of(prepared.folder, name))
 
 
 def _unusable(checkpoint: Checkpoint, counts: Mapping[str, Mapping[str, int]]) -> list[Finding]:

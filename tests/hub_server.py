@@ -22,6 +22,8 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 _API = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)(/(?P<what>revision|tree)/(?P<revision>[^/]+))?")
 _FILE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 _PIECE = 1 << 16
+_LARGE = (".safetensors", ".bin")
+"""Files that are kept elsewhere, as the Hub keeps all of more than 10 MB."""
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
 LISTING = "the listing"
@@ -59,7 +61,7 @@ class Hub:
     ranges: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     """Start and length of each part of a shard that was asked for and sent in full."""
     sent: Counter[str] = field(default_factory=Counter)
-    """Bytes of each file, up to where the client hung up."""
+    """Bytes of each file, up to the piece with which the client hung up."""
     tokens: set[tuple[str, str | None]] = field(default_factory=set)
     """Host and token of every request."""
 
@@ -90,7 +92,7 @@ def sha256(path: Path) -> str:
 def _entry(path: Path) -> dict[str, object]:
     digest = hashlib.sha1(path.read_bytes()).hexdigest()
     entry: dict[str, object] = {"size": path.stat().st_size, "oid": digest, "blobId": digest}
-    if path.suffix == ".safetensors":
+    if path.suffix in _LARGE:
         entry["lfs"] = {"size": path.stat().st_size, "sha256": sha256(path), "oid": sha256(path), "pointerSize": 134}
     return entry
 
@@ -139,9 +141,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             for start in range(0, len(body), _PIECE):
-                self.wfile.write(body[start : start + _PIECE])
                 if file is not None:
                     self.hub.sent[file] += len(body[start : start + _PIECE])
+                self.wfile.write(body[start : start + _PIECE])
 
     def commit(self, repo: str, revision: str) -> str | None:
         """The commit that is meant, or None after a refusal."""
