@@ -208,7 +208,7 @@ def packed_layer(
     )
 
 
-@pytest.mark.parametrize(("case", "close"), [("int4_g128", 2e-4), ("int4_g128_single", 0.005)])
+@pytest.mark.parametrize(("case", "close"), [("int4_g128", 2e-4), ("int4_g128_single", 2e-4)])
 def test_marlins_emulator_gives_the_kernels_outputs(case: str, close: float) -> None:
     """The kernel itself is 0.0054 (0.0055) off the F32 reference; a wrong scale permutation gives 0.84."""
     experts, geometry = marlin_golden(case)

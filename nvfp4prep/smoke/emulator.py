@@ -436,6 +436,8 @@ class _OneAlpha(_Kernel):
             out = rounding.at(point, _linear(a, weight) * alpha)
             return out if bias is None else rounding.at("bias", out + bias)
 
+        w = replace(w, gate=rounding.at("weight", w.gate) if w.gate is not None else None)
+        w = replace(w, up=rounding.at("weight", w.up), down=rounding.at("weight", w.down))
         a = self.quantised(self.entering(x), position, first=True)
         up = gemm(a, w.up, w.up_bias, first, "gemm1")
         gate = None if w.gate is None else gemm(a, w.gate, w.gate_bias, first, "gemm1")
@@ -634,11 +636,6 @@ class _WeightOnlyInt4(_OneAlpha):
         """Rows of a stored matrix."""
         return _Int4(_row_major(weight, rows, columns), scale[rows], 8)
 
-    def weights(self, position: int, real_blocks: bool = False) -> Weights:
-        """As the kernel multiplies them; with `real_blocks` as they are stored."""
-        w = super().weights(position)
-        return w if real_blocks else self.rounding.weights(w, self.layer.geometry.group)
-
     def codes(self, position: int) -> tuple[_Codes | None, _Codes, _Codes]:
         stored = {name: tensor.to(self.device) for name, tensor in self.stored(position).items()}
         w13, w2 = (stored[name] for name in self.weight_arguments)
@@ -652,6 +649,23 @@ class _WeightOnlyInt4(_OneAlpha):
 
 
 class _MarlinInt4(_WeightOnlyInt4):
+    def run(self, position: int, x: Tensor) -> Stages:
+        """One group along K is a scale per column, which multiplies what the kernel has already rounded."""
+        rounding = self.rounding
+
+        def gemm(a: Tensor, matrix: _Codes, point: str) -> Tensor:
+            if matrix.scales.shape[1] > 1:
+                return rounding.at(point, _linear(a, rounding.at("weight", matrix.values(self.table))))
+            codes = replace(matrix, scales=torch.ones_like(matrix.scales)).values(self.table)
+            return rounding.at(point, rounding.at(point, _linear(a, codes)) * matrix.scales[:, 0].to(_F32))
+
+        gate_codes, up_codes, down_codes = self.codes(position)
+        a = self.entering(x)
+        up = gemm(a, up_codes, "gemm1")
+        gate = None if gate_codes is None else gemm(a, gate_codes, "gemm1")
+        between = rounding.at("activation", self.activate(gate, up, position))
+        return Stages(gate, up, between, gemm(between, down_codes, "gemm2"))
+
     def matrix(self, weight: Tensor, scale: Tensor, rows: Tensor, columns: int) -> _Int4:
         """Columns `rows` of I32 [K/16, 2N]; scales [K/g, N]."""
         found = _marlin_codes(weight, weight.view(torch.uint8), rows).nibbles

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nvfp4prep.numerics import BLOCK, encode_e4m3, round_e2m1
-from nvfp4prep.smoke.layer import Routing, Weights
+from nvfp4prep.smoke.layer import Routing
 from nvfp4prep.targets import Target
 
 
@@ -25,8 +25,9 @@ class Rounding:
     are added before GEMMs' outputs are rounded, not after. `silu`: silu(gate) before it is multiplied by up, without a
     clamp. `activation`: the activation's output. `gemm2`: an expert's output. `routing`: the routing weight.
     `weighted`: output times weight, before the sum. `folded`: GEMM2's alpha is not in an expert's output but multiplied
-    into the routing weight, before that is rounded; with a bias it is not, and weighting is F32. `groups`: code times
-    group scale of int4 is rounded where K holds at least so many groups; 0 for never.
+    into the routing weight, before that is rounded; with a bias it is not, and weighting is F32. `weight`: code times
+    group scale of int4; `column`: except where one group spans all of K, whose scale multiplies the rounded output of
+    the codes and is rounded once more.
     """
 
     gemm1: bool = False
@@ -38,22 +39,13 @@ class Rounding:
     routing: bool = False
     weighted: bool = False
     folded: bool = False
-    groups: int = 0
+    weight: bool = False
+    column: bool = False
     dtype: torch.dtype = torch.bfloat16
 
     def at(self, point: str, x: Tensor) -> Tensor:
         """`x`, rounded if the kernel rounds at this point; F32."""
         return x.to(self.dtype).to(torch.float32) if getattr(self, point) else x
-
-    def weights(self, weights: Weights, group: int) -> Weights:
-        """int4 weights as the kernel multiplies them, F32."""
-
-        def held(values: Tensor) -> Tensor:
-            rounded = 0 < self.groups <= values.shape[1] // group
-            return values.to(self.dtype).to(torch.float32) if rounded else values
-
-        gate = None if weights.gate is None else held(weights.gate)
-        return replace(weights, gate=gate, up=held(weights.up), down=held(weights.down))
 
 
 NO_ROUNDING = Rounding()
@@ -80,14 +72,14 @@ ROUNDING: Mapping[str, Rounding] = {
     "vllm-marlin": Rounding(
         gemm1=True, bias=True, silu=True, activation=True, gemm2=True, routing=True, weighted=True, folded=True
     ),
-    # The same kernel without a global scale; weights are code times scale in 16-bit registers, but for one group along
-    # K: there sums are rounded and multiplied by the scale, of which the first rounding is not modelled here.
+    # The same kernel without a global scale; weights are code times scale in 16-bit registers, except for one group:
+    # `write_result` multiplies what it has rounded. Golden int4_g128 and int4_g128_single.
     "vllm-marlin-int4": Rounding(
-        gemm1=True, silu=True, activation=True, gemm2=True, routing=True, weighted=True, groups=2
+        gemm1=True, silu=True, activation=True, gemm2=True, routing=True, weighted=True, weight=True, column=True
     ),
     # `fused_moe_kernel_gptq_awq`: dequantised weights are cast before the dot product, the F32 accumulator is
     # multiplied by the F32 routing weight and cast.
-    "moe-wna16": Rounding(gemm1=True, silu=True, activation=True, weighted=True, groups=1),
+    "moe-wna16": Rounding(gemm1=True, silu=True, activation=True, weighted=True, weight=True),
     # As flashinfer-cutlass; group scales are applied to F32 partial sums.
     "flashinfer-sm90-w4a8": Rounding(gemm1=True, activation=True, weighted=True),
     # `cutlass_w4a8_moe`: both GEMMs write BF16, silu·up is quantised from F32, the sum over experts is F32.
