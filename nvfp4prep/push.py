@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import huggingface_hub
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id  # type: ignore[attr-defined]
 
+from nvfp4prep import remote
 from nvfp4prep.card import README, card, read_manifests
 from nvfp4prep.errors import EnvironmentFault, UsageFault
 from nvfp4prep.source import HubRepo, hub_advice, hub_repo
+
+T = TypeVar("T")
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAIN = "main"
@@ -89,30 +93,60 @@ def push(out: Path, repo: HubRepo, *, private: bool = False, quiet: bool = False
     if quiet:
         disable_progress_bars()
     api = huggingface_hub.HfApi()
-    with _faults(f"{repo}: {out} was not uploaded", again=f"; repeat it with: nvfp4prep push {out} {repo}"):
+    what, again = f"{repo}: {out} was not uploaded", f"; repeat it with: nvfp4prep push {out} {repo}"
+
+    def prepare() -> list[str]:
         api.create_repo(repo.name, private=private or None, exist_ok=True)
         if branch != _MAIN:
             api.create_branch(repo.name, branch=branch, exist_ok=True)
-        there = [name for name in api.list_repo_files(repo.name, revision=branch) if name.endswith(".safetensors")]
+        return list(api.list_repo_files(repo.name, revision=branch))
+
+    def upload() -> None:
+        message = f"nvfp4prep: {', '.join(str(manifest['target']) for manifest in manifests.values())}"
+        api.upload_folder(
+            repo_id=repo.name, folder_path=out, revision=branch, commit_message=message, ignore_patterns=[README]
+        )
+
+    def upload_card() -> str:
+        return api.upload_file(
+            path_or_fileobj=text.encode(),
+            path_in_repo=README,
+            repo_id=repo.name,
+            revision=branch,
+            commit_message="nvfp4prep: model card",
+        ).oid
+
+    with _faults(what, again):
+        there = [name for name in _tried(prepare) if name.endswith(".safetensors")]
     strangers = sorted(name for name in there if not (out / name).is_file())
     if strangers:
         raise UsageFault(
             f"{repo}: has {strangers[0]}{f' and {len(strangers) - 1} more' if len(strangers) > 1 else ''}, which {out} "
             "does not: an engine would read both; delete it there, or choose another repo or branch"
         )
-    with _faults(f"{repo}: {out} was not uploaded", again=f"; repeat it with: nvfp4prep push {out} {repo}"):
-        message = f"nvfp4prep: {', '.join(str(manifest['target']) for manifest in manifests.values())}"
-        api.upload_folder(
-            repo_id=repo.name, folder_path=out, revision=branch, commit_message=message, ignore_patterns=[README]
-        )
-        done = api.upload_file(
-            path_or_fileobj=text.encode(),
-            path_in_repo=README,
-            repo_id=repo.name,
-            revision=branch,
-            commit_message="nvfp4prep: model card",
-        )
-        return Pushed(repo.name, branch, done.oid, f"{api.endpoint}/{repo.name}/tree/{branch}")
+    with _faults(what, again):
+        _tried(upload)
+        return Pushed(repo.name, branch, _tried(upload_card), f"{api.endpoint}/{repo.name}/tree/{branch}")
+
+
+def _tried(work: Callable[[], T]) -> T:
+    """What `work` gives; again after a while where the Hub says that it has trouble, or too much to do.
+
+    What was uploaded by then is not sent again, and what was committed gives no second commit.
+    """
+    for wait in remote.WAITS:
+        try:
+            return work()
+        except Exception as error:
+            if not any(_may_pass(one) for one in (error, error.__cause__)):
+                raise
+        time.sleep(wait)
+    return work()
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    return status in (408, 429) or status >= 500
 
 
 @contextmanager

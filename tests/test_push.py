@@ -161,13 +161,14 @@ def test_push_again_sends_nothing_twice(hub: Hub, source: Path, tmp_path: Path) 
         (BATCH, "403", "403 Forbidden"),
         (UPLOAD, "403", "403 Forbidden"),
         (COMMIT, "413", "413"),
+        (COMMIT, "502", "502"),
         (CARD, "400", "Invalid metadata in README.md"),
     ],
 )
 def test_an_upload_that_fails(place: str, fault: str, words: str, hub: Hub, source: Path, tmp_path: Path) -> None:
     """OUT is complete and stays so; the message says how to go on, and that works."""
     out = tmp_path / "out"
-    hub.faults[place].extend([fault] * 3)
+    hub.faults[place].extend([fault] * 5)
     result = run("convert", source, out, "-q", "--push-to", REPO)
     assert result.code == 4 and words in result.stderr
     assert f"{REPO}: {out} was not uploaded" in result.stderr
@@ -179,13 +180,15 @@ def test_an_upload_that_fails(place: str, fault: str, words: str, hub: Hub, sour
     same_but_for_the_card(hub, out)
 
 
-@pytest.mark.parametrize(("place", "fault"), [(PREUPLOAD, "503"), (BATCH, "503"), (UPLOAD, "503")])
+@pytest.mark.parametrize("fault", ["503", "429 after 0"])
+@pytest.mark.parametrize("place", [CREATE, PREUPLOAD, BATCH, UPLOAD, COMMIT])
 def test_faults_that_pass(place: str, fault: str, hub: Hub, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run("convert", source, out, "-q", "--no-smoke").code == 0
     hub.faults[place].append(fault)
     assert run("push", out, REPO, "-q").code == 0
     same_but_for_the_card(hub, out)
+    assert not hub.faults[place] and len(hub.messages) == 2
 
 
 @pytest.mark.parametrize(
@@ -196,7 +199,7 @@ def test_faults_that_pass(place: str, fault: str, hub: Hub, source: Path, tmp_pa
         ({"orgs": [{"name": "org", "roleInOrg": "read"}]}, "the token is me's, who may only read in org"),
         ("503", "the Hub was asked whether the token may write there: "),
         ("401", "Invalid user token"),
-        (None, "hf auth login"),
+        (None, "login"),
     ],
 )
 def test_a_token_that_may_not_write(
