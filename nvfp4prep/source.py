@@ -247,12 +247,18 @@ def locate(spec: str) -> Path | HubRepo:
     path = Path(spec).expanduser()
     if path.is_dir():
         return path
-    match = _HUB_SPEC.fullmatch(spec)
     if path.exists():
         refuse("not-a-directory", f"{spec} is a file; give the checkpoint's directory")
-    if not match or spec.startswith((".", "~")):
+    repo = hub_repo(spec)
+    if repo is None:
         refuse("no-such-checkpoint", f"{spec}: no such directory, and not a Hub repo (org/name or org/name@revision)")
-    return HubRepo(match["repo"], match["revision"])
+    return repo
+
+
+def hub_repo(spec: str) -> HubRepo | None:
+    """The repo that `org/name[@revision]` names, or None where it is not of that form."""
+    match = _HUB_SPEC.fullmatch(spec)
+    return HubRepo(match["repo"], match["revision"]) if match else None
 
 
 def open_directory(path: Path) -> Source:

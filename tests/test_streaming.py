@@ -49,6 +49,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spool, "BLOCK_BYTES", ROUND)
 
 
+@pytest.fixture
+def environment(hub: Hub) -> dict[str, str]:
+    """Of a process that is to see the Hub and the cache that this one sees."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    path = os.pathsep.join([str(Path(remote.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    hubs = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": constants.HF_HUB_CACHE, "HF_TOKEN": "hf_secret"}
+    return {**kept, **hubs, "PYTHONPATH": path}
+
+
 def same_but_for_the_source(out: Path, straight: Path) -> None:
     """All files the same but for the manifests, which differ in name and revision of the source."""
     one, two = snapshot(out), snapshot(straight)
@@ -326,25 +335,31 @@ def test_a_disk_that_is_full(hub: Hub, small: None, tmp_path: Path, monkeypatch:
     assert result.code == 4 and "No space left on device; free space and run again" in result.stderr
 
 
-@pytest.mark.parametrize("offline", [False, True])
-def test_without_a_hub(offline: bool, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A complete snapshot in the cache is converted; else the message says what to do."""
     put(hub, checkpoints.DATA / SHARDED)
-
-    def away(patch: pytest.MonkeyPatch) -> None:
-        if offline:
-            patch.setattr(constants, "HF_HUB_OFFLINE", True)
-        else:
-            patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-
     with monkeypatch.context() as patch:
-        away(patch)
+        patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
         result = run("convert", REPO, tmp_path / "out", "-q")
         assert result.code == 4 and "fetch it first with `hf download`" in result.stderr
     read_checkpoint(REPO)
-    hub.requests.clear()
-    away(monkeypatch)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert run("convert", REPO, tmp_path / "out", "-q").code == 0
+    assert run("convert", checkpoints.DATA / SHARDED, tmp_path / "near", "-q").code == 0
+    same_but_for_the_source(tmp_path / "out", tmp_path / "near")
+
+
+def test_offline(hub: Hub, environment: dict[str, str], tmp_path: Path) -> None:
+    """HF_HUB_OFFLINE: nothing is asked, and the same holds."""
+    put(hub, checkpoints.DATA / SHARDED)
+    command = [sys.executable, "-m", "nvfp4prep", "convert", REPO, str(tmp_path / "out"), "-q", "--no-smoke"]
+    offline = environment | {"HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(command, env=offline, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 4 and "fetch it first with `hf download`" in result.stderr
+    read_checkpoint(REPO)
+    hub.requests.clear()
+    result = subprocess.run(command, env=offline, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
     assert not hub.requests
     assert run("convert", checkpoints.DATA / SHARDED, tmp_path / "near", "-q").code == 0
     same_but_for_the_source(tmp_path / "out", tmp_path / "near")
@@ -388,13 +403,9 @@ SLOW = """
 
 
 @pytest.fixture
-def start(hub: Hub, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(environment: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts a command whose every item takes a while, and that journals each when it is finished."""
     started: list[subprocess.Popen[str]] = []
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": constants.HF_HUB_CACHE, "HF_TOKEN": "hf_secret"}
-    root = str(Path(remote.__file__).parents[1])
-    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 
     def begin(*arguments: object) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", textwrap.dedent(SLOW), *map(str, arguments)]
