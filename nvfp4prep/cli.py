@@ -364,7 +364,8 @@ def convert(
         if push_to is not None:
             _check_push(push_to, dry_run)
         whole = (keep_source or scheduler is not None) and not dry_run
-        checkpoint = read_checkpoint(src) if whole else peek_checkpoint(src, writer.destination(out).parent)
+        workspace = None if dry_run else writer.destination(out).parent
+        checkpoint = read_checkpoint(src) if whole else peek_checkpoint(src, workspace)
         pinned = f"{checkpoint.source.spec}@{checkpoint.source.revision}" if checkpoint.source.revision else src
         prepared = []
         for number, name in enumerate(names):
