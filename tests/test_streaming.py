@@ -605,6 +605,8 @@ def test_items_that_do_not_read_what_they_might(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not known to need it"):
         held["a"]
     held.done(1)
+    while held._descriptors and time.monotonic() < wait:  # a's own fetch has to come to its end
+        time.sleep(0.01)
     assert sorted(fetch.fetched) == ["a", "b"] and not held._descriptors and not held._held
     held.close()
 
