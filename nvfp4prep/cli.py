@@ -190,7 +190,15 @@ _TARGETS = (
     "flashinfer-mxint4",
     "auto",
 )
-_BACKENDS = ("auto", "flashinfer-trtllm", "flashinfer-cutlass", "flashinfer-cutedsl", "marlin", "emulator")
+_BACKENDS = (
+    "auto",
+    "flashinfer-trtllm",
+    "flashinfer-cutlass",
+    "flashinfer-cutedsl",
+    "flashinfer-sm90-w4a8",
+    "marlin",
+    "emulator",
+)
 _GPUS = ("b200", "b300", "rtx50", "h200", "h100", "a100")
 
 _json_option = click.option(

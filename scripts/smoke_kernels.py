@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Run every kernel that this machine's GPU has on small random layers, and Marlin on the golden vectors. Prints JSON.
+"""Run every kernel that this machine's GPU has on small random layers, and on golden vectors where there are some.
+
+Prints JSON.
 
 Usage: smoke_kernels.py [--backend NAME ...] [--out FILE]
 
@@ -8,8 +10,9 @@ it also runs as
 
     NVFP4PREP_MOE_LIBRARY=/path/to/_moe_C_stable_libtorch.abi3.so python scripts/smoke_kernels.py --backend marlin
 
-Each result is compared with the emulator (the same quantisation, tight) and with F32. For FlashInfer its activation
-quantiser is compared with the emulator's, and its 128x4 swizzle with this project's, bit by bit.
+Each result is compared with the emulator (the same quantisation, tight) and with F32. Golden: Marlin (NVFP4 and int4)
+and FlashInfer's SM90 W4A8. For FlashInfer's NVFP4 kernels their activation quantiser is compared with the emulator's,
+and its 128x4 swizzle with this project's, bit by bit.
 Exit 0: everything that could run agrees. 1: something does not. 4: nothing could run.
 """
 
@@ -33,19 +36,34 @@ from smoke_layers import LAYERS, distance, inputs, layer_of, packed_layer, refer
 
 from nvfp4prep.layouts.permutations import swizzle  # noqa: E402
 from nvfp4prep.smoke import emulator  # noqa: E402
-from nvfp4prep.smoke.kernels import BACKENDS, common, marlin  # noqa: E402
+from nvfp4prep.smoke.kernels import BACKENDS, common, flashinfer_sm90_w4a8, marlin  # noqa: E402
 
-GOLDEN = ROOT / "tests/data/golden/marlin_moe_sm90.safetensors"
+GOLDEN = ROOT / "tests/data/golden"
+W4A8 = flashinfer_sm90_w4a8.NAME
 TOKENS = (1, 7, 64, 1024)
 EXPERTS, TOP_K = 8, 3
 
-EMULATOR_LIMIT = {"marlin": 1e-3, "flashinfer-trtllm": 2e-2, "flashinfer-cutlass": 2e-2, "flashinfer-cutedsl": 2e-2}
+EMULATOR_LIMIT = {
+    "marlin": 1e-3,
+    "flashinfer-trtllm": 2e-2,
+    "flashinfer-cutlass": 2e-2,
+    "flashinfer-cutedsl": 2e-2,
+    W4A8: 1e-2,
+}
 """Relative L2 to the emulator. Marlin: a few 16-bit roundings that go the other way. FlashInfer: also codes near a tie
-of the requantisation, whose steps are up to a third of a value. A wrong layout gives about 1."""
+of the requantisation, whose steps are up to a third of a value; those of E4M3 are at most an eighth. A wrong layout
+gives about 1."""
 RANKS_ROUND = 4e-3
 """What rounding each rank's output to BF16 may add."""
-F32_LIMIT = {"marlin": 0.012, "flashinfer-trtllm": 0.25, "flashinfer-cutlass": 0.25, "flashinfer-cutedsl": 0.25}
-"""Relative L2 to F32: BF16, or NVFP4 activations twice (0.1 each on Gaussian values, more where they are clipped)."""
+F32_LIMIT = {
+    "marlin": 0.012,
+    "flashinfer-trtllm": 0.25,
+    "flashinfer-cutlass": 0.25,
+    "flashinfer-cutedsl": 0.25,
+    W4A8: 0.09,
+}
+"""Relative L2 to F32. BF16; or NVFP4 activations twice (0.1 each on Gaussian values, more where they are clipped);
+or E4M3 twice (0.026 each)."""
 
 
 def attempt(check: Any, *arguments: Any) -> dict[str, Any]:
@@ -63,8 +81,11 @@ def run_case(name: str, case: Case, activation: Any, tokens: int) -> dict[str, A
     made = layer_of(case, EXPERTS, activation)
     layer = packed_layer(made, activation)
     x, routing = inputs(case, tokens, TOP_K, EXPERTS)
-    if layer.scales.w13_input is not None:  # as calibrated: the largest magnitude is 6 · 448 · input_scale
-        x = (x / x.abs().max() * 6 * 448 * layer.scales.w13_input[0]).to(torch.bfloat16)
+    if layer.scales.w13_input is not None:  # as calibrated: the largest magnitude is 6 · 448 · input_scale; E4M3: 448
+        largest = 448.0 if name == W4A8 else 6 * 448.0
+        if layer.scales.w13_factors is not None:
+            largest /= float(layer.scales.w13_factors.max())
+        x = (x / x.abs().max() * largest * layer.scales.w13_input[0]).to(torch.bfloat16)
     else:
         x = x * 0.25
     ours = BACKENDS[name].run(layer, x, routing)
@@ -90,9 +111,11 @@ def run_case(name: str, case: Case, activation: Any, tokens: int) -> dict[str, A
     return {**result, "ok": ok}
 
 
-def golden() -> dict[str, Any]:
-    """Marlin's golden vectors: see `marlin.reproduce_golden`."""
-    return marlin.reproduce_golden(GOLDEN)
+def golden(name: str) -> dict[str, Any]:
+    """A backend's golden vectors: see its `reproduce_golden`."""
+    if name == W4A8:
+        return flashinfer_sm90_w4a8.reproduce_golden(GOLDEN / "flashinfer_sm90_w4a8.safetensors")
+    return marlin.reproduce_golden(GOLDEN / "marlin_moe_sm90.safetensors")
 
 
 def biased_by_kernel() -> dict[str, Any]:
@@ -139,10 +162,11 @@ def run_backend(name: str) -> dict[str, Any]:
     if problem is not None:
         return {"available": problem}
     report: dict[str, Any] = {"available": None, "versions": backend.VERSIONS()}
+    if name in ("marlin", W4A8):
+        report["golden"] = attempt(golden, name)
     if name == "marlin":
-        report["golden"] = attempt(golden)
         report["bias_multiplied_by_kernel"] = attempt(biased_by_kernel)
-    else:
+    elif name != W4A8:
         report["quantiser"] = attempt(quantiser, False)
         report["swizzled_scales"] = attempt(quantiser, True)
     report["layers"] = [

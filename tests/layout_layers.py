@@ -172,7 +172,10 @@ def make_layer(
 
 
 def make_int4_layer(case: Case, experts: int = 2, seed: int = 0) -> Layer:
-    """As make_layer, of int4: two's complement codes, group scales of the activations' dtype, no other scale."""
+    """As make_layer, of int4: two's complement codes, group scales of the activations' dtype.
+
+    No other scale but what the kernel asks for: a layer's input scales, factors on inputs.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> Matrix:
@@ -190,4 +193,11 @@ def make_int4_layer(case: Case, experts: int = 2, seed: int = 0) -> Layer:
     ]
     ones = torch.ones(experts)
     scales = Scales(ones if case.gated else None, ones, ones, None, None)
+    requires = layouts.LAYOUTS[case.layout].REQUIRES
+    if requires.input_scales:
+        scales = replace(scales, w13_input=0.01 * ones, w2_input=0.1 * ones)
+    if requires.pre_quant_scale:
+        factors = (0.5 + 1.5 * torch.rand(size, generator=generator) for size in (case.hidden, case.intermediate))
+        w13, w2 = (factor.to(torch.bfloat16).to(torch.float32) for factor in factors)
+        scales = replace(scales, w13_factors=w13, w2_factors=w2)
     return Layer(case, made, scales, [LayerFacts(case.engine, case.dtype)] * experts)

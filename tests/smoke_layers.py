@@ -56,6 +56,10 @@ LAYERS = {
         (Case("flashinfer-cutedsl", "vllm", 256, 160, False), RELU2),
         (Case("flashinfer-cutedsl", "sglang", 384, 64, True), SILU),
     ],
+    "flashinfer-sm90-w4a8": [
+        (Case("flashinfer-sm90-w4a8", "flashinfer", 256, 128, True, group=128), SILU),
+        (Case("flashinfer-sm90-w4a8", "flashinfer", 512, 384, True, group=128), SILU),
+    ],
     "marlin": [*MARLIN_LAYERS, *MARLIN_INT4_LAYERS],
 }
 """Cases of each backend: padded and not, biased, not gated, both engines."""
@@ -82,7 +86,8 @@ def packed_layer(layer: Layer, activation: Activation, ep: int = 1, rank: int = 
     logical = layer.scales
     up, down = mine(logical.up), mine(logical.down)
     assert up is not None and down is not None
-    scales = Scales(mine(logical.gate), up, down, mine(logical.w13_input), mine(logical.w2_input))
+    inputs = mine(logical.w13_input), mine(logical.w2_input)
+    scales = Scales(mine(logical.gate), up, down, *inputs, logical.w13_factors, logical.w2_factors)
     return PackedLayer(
         target=Target(case.layout, case.engine, ep=ep, activation_dtype=case.dtype),
         geometry=geometry,
@@ -122,6 +127,7 @@ def reference(layer: Layer, activation: Activation, x: Tensor, routing: Routing)
 
 
 def expert_reference(expert: Expert, scales: Scales, e: int, activation: Activation, x: Tensor) -> Tensor:
+    x = x if scales.w13_factors is None else x * scales.w13_factors
     up = x @ real(expert.up, scales.up[e]).T + (0 if expert.up_bias is None else expert.up_bias)
     if expert.gate is None:
         hidden = up.relu().square()
@@ -131,6 +137,7 @@ def expert_reference(expert: Expert, scales: Scales, e: int, activation: Activat
         if activation.limit is not None:
             gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         hidden = gate * (gate * (activation.alpha or 1)).sigmoid() * (up + (activation.beta or 0))
+    hidden = hidden if scales.w2_factors is None else hidden * scales.w2_factors
     return hidden @ real(expert.down, scales.down[e]).T + (0 if expert.down_bias is None else expert.down_bias)
 
 

@@ -38,8 +38,10 @@ from nvfp4prep.smoke.kernels import (
     common,
     flashinfer_cutedsl,
     flashinfer_cutlass,
+    flashinfer_sm90_w4a8,
     flashinfer_trtllm,
     for_layout,
+    golden,
     marlin,
 )
 from nvfp4prep.smoke.layer import PackedLayer, Routing
@@ -47,6 +49,8 @@ from nvfp4prep.targets import Target
 
 CPU = torch.device("cpu")
 GOLDEN = DATA / "golden/marlin_moe_sm90.safetensors"
+W4A8_GOLDEN = DATA / "golden/flashinfer_sm90_w4a8.safetensors"
+W4A8 = flashinfer_sm90_w4a8.NAME
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 
@@ -55,7 +59,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has 
 
 def test_every_flashinfer_layout_and_marlin_have_a_backend() -> None:
     served = [layout for backend in BACKENDS.values() for layout in backend.LAYOUTS]
-    assert sorted(served) == sorted({*LAYOUTS, "vllm-marlin-int4"} - {"vllm-cutlass"})
+    assert sorted(served) == sorted({*LAYOUTS, "vllm-marlin-int4", W4A8} - {"vllm-cutlass"})
     for layout in set(layouts.LAYOUTS) - set(served):
         assert for_layout(layout) is None
     for name, backend in BACKENDS.items():
@@ -81,22 +85,24 @@ def test_without_a_gpu_a_backend_says_which_one_it_needs(name: str) -> None:
     problem = BACKENDS[name].available()
     assert problem is not None
     case = LAYERS[name][0][0]
-    assert problem.startswith(LAYOUTS[case.layout].REQUIRES.kernel)
+    assert problem.startswith(layouts.LAYOUTS[case.layout].REQUIRES.kernel)
     assert "this machine has no CUDA GPU" in problem
-    assert ("SM75 or newer" if name == "marlin" else "SM100 (B200)") in problem
+    gpus = {"marlin": "SM75 or newer", W4A8: "SM90 (H100, H200)"}
+    assert gpus.get(name, "SM100 (B200)") in problem
     assert BACKENDS[name].VERSIONS()["torch"] == torch.__version__
 
-    layer = packed_layer(make_layer(case), SILU)
+    layer = packed_layer(layer_of(case, 2, SILU), SILU)
     x, routing = inputs(case, 3, 1, 2)
     with pytest.raises(EnvironmentFault, match="no CUDA GPU"):
         BACKENDS[name].run(layer, x, routing)
 
 
-@pytest.mark.parametrize("name", ["flashinfer-trtllm", "flashinfer-cutlass", "flashinfer-cutedsl"])
+@pytest.mark.parametrize("name", ["flashinfer-trtllm", "flashinfer-cutlass", "flashinfer-cutedsl", W4A8])
 def test_on_another_gpu_a_flashinfer_backend_names_both(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "capability", lambda: "sm90")
+    present = "sm100" if name == W4A8 else "sm90"
+    monkeypatch.setattr(common, "capability", lambda: present)
     problem = BACKENDS[name].available()
-    assert problem is not None and problem.endswith("this machine's GPU is SM90")
+    assert problem is not None and problem.endswith(f"this machine's GPU is {present.upper()}")
 
 
 def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +111,8 @@ def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch: pytest.M
     assert "pip install 'nvfp4prep[flashinfer]'" in (flashinfer_trtllm.available() or "")
     problem = flashinfer_cutedsl.available() or ""
     assert "pip install nvidia-cutlass-dsl" in problem and "pip install triton" in problem
+    monkeypatch.setattr(common, "capability", lambda: "sm90")
+    assert "pip install 'nvfp4prep[flashinfer]'" in (flashinfer_sm90_w4a8.available() or "")
 
 
 # --- marlin: the library ---
@@ -379,7 +387,7 @@ def test_marlin_golden_on_the_model_of_the_op() -> None:
 
 
 def test_marlin_activation_is_goldens() -> None:
-    tensors = marlin._read(GOLDEN)
+    tensors = golden.read(GOLDEN)
     for case in marlin.GOLDEN_CASES:
         ours = marlin.activate(tensors[f"{case}.gemm1_out"], SILU, True)
         assert torch.equal(ours, tensors[f"{case}.act_out"])
@@ -463,7 +471,7 @@ def ep(request: pytest.FixtureRequest) -> int:
 
 def rank_of(case: Case, activation: Activation, ep: int) -> tuple[PackedLayer, Tensor, Routing]:
     """The last EP rank of a layer of 8 experts, and inputs."""
-    layer = packed_layer(make_layer(case, experts=EXPERTS, activation=activation), activation, ep, ep - 1)
+    layer = packed_layer(layer_of(case, EXPERTS, activation), activation, ep, ep - 1)
     return layer, *inputs(case, TOKENS, TOP_K, EXPERTS)
 
 
@@ -600,6 +608,81 @@ def test_cutlass_call(
     core.cutlass_fused_moe(**call)
     output = launched[0]["args"][0]
     check(output, torch.bfloat16, (TOKENS, hidden))
+
+
+# --- flashinfer-sm90-w4a8 ---
+
+
+@cases(W4A8)
+def test_w4a8_call(
+    case: Case, activation: Activation, ep: int, core: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x, routing = rank_of(case, activation, ep)
+    call = flashinfer_sm90_w4a8.arguments(layer, x, routing, CPU)
+    a = bound(core.cutlass_fused_moe, call)
+    local, hidden, inner = EXPERTS // ep, case.hidden, case.intermediate
+
+    # flashinfer_cutlass_fused_moe_binding.cu: isInt4Quant decides by uint8 and use_packed_weights, 2 codes in a byte
+    assert a["use_packed_weights"] is a["use_w4_group_scaling"] is True
+    assert a["use_wfp4afp8_humming"] is a["use_mxfp8_act_scaling"] is a["use_deepseek_fp8_block_scale"] is False
+    check(a["input"], torch.bfloat16, (TOKENS, hidden))  # quantised by the kernel
+    assert torch.equal(a["input"], x) and a["input_sf"] is None and a["output_dtype"] == torch.bfloat16
+    check(a["token_selected_experts"], torch.int32, (TOKENS, TOP_K))
+    assert torch.equal(a["token_selected_experts"].long(), routing.ids)
+    check(a["token_final_scales"], torch.float32, (TOKENS, TOP_K))
+    check(a["fc1_expert_weights"], torch.uint8, (local, 2 * inner, hidden // 2))
+    check(a["fc2_expert_weights"], torch.uint8, (local, hidden, inner // 2))
+    assert a["fc1_expert_biases"] is a["fc2_expert_biases"] is None
+    # getQuantParams: 8 of them; multipliers shared across experts, zero points empty, F32 alphas
+    scale1, scale2, act1, act2, zero1, zero2, alpha1, alpha2 = a["quant_scales"]
+    check(scale1, torch.bfloat16, (local, 2 * inner // 64, hidden // 128, 8, 8))
+    check(scale2, torch.bfloat16, (local, hidden // 64, inner // 128, 8, 8))
+    check(act1, torch.bfloat16, (hidden,))
+    check(act2, torch.bfloat16, (inner,))
+    assert zero1.numel() == zero2.numel() == 0
+    for alpha in (alpha1, alpha2):
+        check(alpha, torch.float32, (local,))
+    assert (a["tp_size"], a["tp_rank"], a["ep_size"], a["ep_rank"]) == (1, 0, ep, ep - 1)
+    assert a["activation_type"] == 3
+
+    # the real Python function, down to what it launches
+    launched: list[dict[str, Any]] = []
+    native = SimpleNamespace(cutlass_fused_moe=lambda *args, **named: launched.append({"args": args, **named}))
+    monkeypatch.setattr(core, "get_compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(core, "device_support_pdl", lambda device: False)
+    monkeypatch.setattr(core, "get_cutlass_fused_moe_module", lambda arch: {"90": native}[arch])
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    core.cutlass_fused_moe(**call)
+    assert launched[0]["use_packed_weights"] is launched[0]["use_w4_group_scaling"] is True
+    check(launched[0]["args"][0], torch.bfloat16, (TOKENS, hidden))
+
+
+def test_w4a8_golden_hands_the_kernel_what_it_once_got(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness for the GPU, with a kernel that answers as the real one did."""
+    stored = golden.case_of(golden.read(W4A8_GOLDEN), "layer")
+    names = [f"fc{n}_{name}" for name in ("expert_scales", "act_scales", "zero", "alpha") for n in (1, 2)]
+
+    def kernel(**named: Any) -> list[Tensor]:
+        scales = dict(zip(names, named["quant_scales"], strict=True))
+        for theirs, ours in {
+            "x": named["input"],
+            "topk_ids": named["token_selected_experts"],
+            "topk_weights": named["token_final_scales"],
+            "fc1_expert_weights": named["fc1_expert_weights"],
+            "fc2_expert_weights": named["fc2_expert_weights"],
+            **{name: scale for name, scale in scales.items() if "zero" not in name},
+        }.items():
+            assert ours.dtype == stored[theirs].dtype and torch.equal(ours, stored[theirs]), theirs
+        return [stored["out"]]
+
+    monkeypatch.setattr(flashinfer_sm90_w4a8, "available", lambda: None)
+    monkeypatch.setattr(flashinfer_sm90_w4a8, "_kernel", lambda module: kernel)
+    monkeypatch.setattr(common, "device", lambda: CPU)
+    monkeypatch.setattr(common, "activation_type", lambda layer: 3)
+    report = flashinfer_sm90_w4a8.reproduce_golden(W4A8_GOLDEN)
+    assert report["ok"] and report["out"]["differing"] == 0
+    assert report["out to F32 reference"]["relative_l2"] == pytest.approx(0.0473, abs=1e-4)
+    assert report["out to E4M3 emulated"]["relative_l2"] == pytest.approx(0.0023, abs=1e-4)
 
 
 # --- flashinfer-cutedsl ---

@@ -11,7 +11,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from nvfp4prep.smoke.kernels import flashinfer_cutedsl, flashinfer_cutlass, flashinfer_trtllm, marlin
+from nvfp4prep.smoke.kernels import (
+    flashinfer_cutedsl,
+    flashinfer_cutlass,
+    flashinfer_sm90_w4a8,
+    flashinfer_trtllm,
+    marlin,
+)
 from nvfp4prep.smoke.layer import PackedLayer, Routing
 
 
@@ -26,10 +32,16 @@ class Backend(Protocol):
     def VERSIONS(self) -> dict[str, str]: ...
 
 
-_MODULES: tuple[Backend, ...] = (flashinfer_trtllm, flashinfer_cutlass, flashinfer_cutedsl, marlin)
+_MODULES: tuple[Backend, ...] = (
+    flashinfer_trtllm,
+    flashinfer_cutlass,
+    flashinfer_cutedsl,
+    flashinfer_sm90_w4a8,
+    marlin,
+)
 BACKENDS: Mapping[str, Backend] = {backend.NAME: backend for backend in _MODULES}
 
 
 def for_layout(layout: str) -> Backend | None:
-    """The backend that runs a layout's kernel; None where there is none (vllm-cutlass, int4 other than Marlin's)."""
+    """The backend that runs a layout's kernel; None where there is none (vllm-cutlass, other int4)."""
     return next((backend for backend in _MODULES if layout in backend.LAYOUTS), None)

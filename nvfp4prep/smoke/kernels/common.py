@@ -16,7 +16,7 @@ from nvfp4prep.errors import EnvironmentFault
 from nvfp4prep.smoke.layer import PackedLayer, Routing
 from nvfp4prep.targets import present_capability
 
-_SOLD_AS = {"sm100": "B200", "sm103": "B300", "sm120": "RTX 50 and RTX PRO", "sm121": "DGX Spark"}
+_SOLD_AS = {"sm90": "H100, H200", "sm100": "B200", "sm103": "B300", "sm120": "RTX 50 and RTX PRO", "sm121": "DGX Spark"}
 
 
 capability = present_capability

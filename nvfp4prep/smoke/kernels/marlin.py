@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from nvfp4prep.errors import EnvironmentFault
-from nvfp4prep.header import header_length, parse_header
 from nvfp4prep.layouts import int4, vllm_marlin, vllm_marlin_int4
 from nvfp4prep.layouts.logical import Activation, Engine, Expert, LayerFacts, Matrix, Scales, plan_geometry
 from nvfp4prep.smoke.kernels import common
+from nvfp4prep.smoke.kernels.golden import case_of, difference, read
 from nvfp4prep.smoke.layer import PackedLayer, Routing
 from nvfp4prep.targets import Target
 
@@ -296,24 +296,6 @@ def run(layer: PackedLayer, x: Tensor, routing: Routing) -> Tensor:
 # --- golden vectors ---------------------------------------------------------------------------------------------------
 
 GOLDEN_CASES = ("nvfp4", "nvfp4_rescaled", "int4_g128", "int4_g128_single")
-_STORED = {
-    "F8_E4M3": torch.uint8,
-    "U8": torch.uint8,
-    "I32": torch.int32,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-}
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file; E4M3 as U8 codes."""
-    raw = bytearray(path.read_bytes())
-    end = 8 + header_length(bytes(raw[:8]), len(raw))
-    infos, _ = parse_header(bytes(raw[8:end]), path.name, len(raw))
-    return {
-        info.name: torch.frombuffer(raw[info.start : info.end], dtype=_STORED[info.dtype]).view(info.shape)
-        for info in infos
-    }
 
 
 def golden_layer(golden: Mapping[str, Tensor]) -> tuple[PackedLayer, Tensor, Routing]:
@@ -370,12 +352,10 @@ def reproduce_golden(path: Path, where: torch.device | None = None) -> dict[str,
     most; a layout error gives about 1), and the result is as far from the F32 reference as golden's.
     """
     where = where or common.device()
-    tensors = _read(path)
+    tensors = read(path)
     report: dict[str, Any] = {"file": path.name, "cases": {}, "ok": True}
     for case in GOLDEN_CASES:
-        golden = {
-            name.removeprefix(f"{case}."): tensor for name, tensor in tensors.items() if name.startswith(f"{case}.")
-        }
+        golden = case_of(tensors, case)
         layer, x, routing = golden_layer(golden)
         chosen = block_rows(len(x), routing.ids.shape[1], len(layer.experts))
         blocks = {}
@@ -383,25 +363,16 @@ def reproduce_golden(path: Path, where: torch.device | None = None) -> dict[str,
             result = stages(layer, x, routing, where, block)
             total = result.gemm2.view(*routing.ids.shape, -1).to(torch.float32).sum(1)
             blocks[block] = {
-                "gemm1": _difference(result.gemm1, golden["gemm1_out"]),
-                "activated": _difference(result.activated, golden["act_out"]),
-                "gemm2": _difference(result.gemm2, golden["gemm2_out"]),
-                "sum": _difference(total.to(torch.bfloat16), golden["out"]),
-                "sum to F32 reference": _difference(total, golden["ref"]),
+                "gemm1": difference(result.gemm1, golden["gemm1_out"]),
+                "activated": difference(result.activated, golden["act_out"]),
+                "gemm2": difference(result.gemm2, golden["gemm2_out"]),
+                "sum": difference(total.to(torch.bfloat16), golden["out"]),
+                "sum to F32 reference": difference(total, golden["ref"]),
             }
-        distance = _difference(golden["out"], golden["ref"])["relative_l2"]
+        distance = difference(golden["out"], golden["ref"])["relative_l2"]
         mine = blocks[chosen]
         ok = all(mine[stage]["relative_l2"] < 1e-3 for stage in ("gemm1", "activated", "gemm2", "sum"))
         ok = ok and mine["sum to F32 reference"]["relative_l2"] < 1.1 * distance
         report["cases"][case] = {"ok": ok, "block": chosen, "golden to F32 reference": distance, "blocks": blocks}
         report["ok"] &= ok
     return report
-
-
-def _difference(ours: Tensor, golden: Tensor) -> dict[str, Any]:
-    mine, theirs = ours.cpu().to(torch.float64), golden.to(torch.float64)
-    return {
-        "relative_l2": float((mine - theirs).norm() / theirs.norm()),
-        "differing": int((mine != theirs).sum()),
-        "elements": mine.numel(),
-    }
