@@ -14,6 +14,7 @@ from nvfp4prep import checks, validation
 from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
 from nvfp4prep.checkpoint import Checkpoint, read_checkpoint
+from nvfp4prep.checks import awq
 from nvfp4prep.errors import InputRefused, UsageFault
 from nvfp4prep.execute import Elsewhere, Job, execute, shard_digests
 from nvfp4prep.findings import Finding, errors
@@ -21,7 +22,7 @@ from nvfp4prep.header import TensorInfo
 from nvfp4prep.journal import Outcome, finished, plan_id
 from nvfp4prep.options import COMPRESSED, Options, ask
 from nvfp4prep.plan import Constant, Divide, Plan, Step, index_of, key_of, make_plan, merge
-from nvfp4prep.scales import Resolution, ScalePolicy, changes, output_shape, resolve
+from nvfp4prep.scales import ImputePolicy, Resolution, ScalePolicy, changes, output_shape, resolve
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, Schema
 from nvfp4prep.sharing import Share, SharedJob, SharedOutput, unfinished
 from nvfp4prep.source import INDEX, verify_unchanged
@@ -80,9 +81,9 @@ def prepare(spec: str, options: Options) -> Prepared:
     return decide(read_checkpoint(spec), options)
 
 
-def findings_of(checkpoint: Checkpoint) -> list[Finding]:
+def findings_of(checkpoint: Checkpoint, impute: ImputePolicy = "none") -> list[Finding]:
     """What the headers and JSON files of a checkpoint say against converting it, and what else was noticed."""
-    return [*checkpoint.findings, *checks.found(checks.HEADERS, checkpoint)]
+    return [*checkpoint.findings, *awq.imputed(checks.found(checks.HEADERS, checkpoint), impute)]
 
 
 def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: int = 0, workers: int = 1) -> Prepared:
@@ -99,7 +100,7 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
         InputRefused: with every error found.
         EnvironmentFault: I/O.
     """
-    found = findings_of(checkpoint)
+    found = findings_of(checkpoint, options.impute)
     if checkpoint.quant is None or checkpoint.exclude is None or errors(found):
         raise InputRefused(errors(found))
     source, schema = checkpoint.source, checkpoint.schema

@@ -141,15 +141,22 @@ def _not_one(moe: MoeLayer, message: str, differing: Sequence[Linear]) -> Findin
 
 
 def _shared_factors(checkpoint: Checkpoint, linears: Sequence[Linear], size: int) -> tuple[Tensor, list[Linear]]:
-    """The first linear's pre_quant_scale (ones for none), F32, and the linears that have another."""
-    none = torch.ones(size)
+    """The first pre_quant_scale (ones where no linear has one), F32, and the linears that have another."""
+    tensors = (linear.params["pre_quant_scale"] for linear in linears if "pre_quant_scale" in linear.params)
+    tensor = next(tensors, None)
+    first = torch.ones(size) if tensor is None else read_floats(checkpoint, tensor)
+    return first, _other_factors(checkpoint, linears, first)
+
+
+def _other_factors(checkpoint: Checkpoint, linears: Sequence[Linear], first: Tensor) -> list[Linear]:
+    """The linears with another pre_quant_scale than `first`; none counts as ones."""
+    ones = torch.ones_like(first)
 
     def factors(linear: Linear) -> Tensor:
         tensor = linear.params.get("pre_quant_scale")
-        return none if tensor is None else read_floats(checkpoint, tensor)
+        return ones if tensor is None else read_floats(checkpoint, tensor)
 
-    first = factors(linears[0])
-    return first, [linear for linear in linears if not torch.equal(factors(linear), first)]
+    return [linear for linear in linears if not torch.equal(factors(linear), first)]
 
 
 def _differ(differing: Sequence[Linear], linears: Sequence[Linear], what: str) -> str:
@@ -255,11 +262,7 @@ def _fold(checkpoint: Checkpoint, moe: MoeLayer) -> Fold | Finding | None:
     first = read_floats(checkpoint, with_scale[0].params["pre_quant_scale"])
     if not bool(torch.isfinite(first).all()) or bool((first == 0).any()):
         return _refused(moe, f"{with_scale[0].params['pre_quant_scale'].name} holds zero, inf or NaN")
-    other = []
-    for linear in moe.w13:
-        tensor = linear.params.get("pre_quant_scale")
-        if tensor is None or not torch.equal(read_floats(checkpoint, tensor), first):
-            other.append(linear)
+    other = _other_factors(checkpoint, moe.w13, first)
     if other:
         return _refused(moe, _differ(other, moe.w13, "gate/up"), _experts_of(other))
     norm = checkpoint.source.tensors.get(f"{moe.path.rpartition('.')[0]}.{_NORM}.weight")

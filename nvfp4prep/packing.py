@@ -61,7 +61,7 @@ from nvfp4prep.plan import (
 )
 from nvfp4prep.quant_config import QuantConfig, hf_quant_config, quantization_config
 from nvfp4prep.scales import E4M3_NAN, F32_MIN_NORMAL, RescaleCounts, Resolution, ScalePolicy, fault, output_shape
-from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, dialect_of
+from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, dialect_of, lacking_factors
 from nvfp4prep.source import Source, read_slice, read_tensor
 from nvfp4prep.targets import IDENTITY, Target, activation_of, has_biases
 
@@ -652,12 +652,16 @@ def logical_entry(
 def _moe_entry(moe: MoeLayer, policy: ScalePolicy, factors: Factors | None) -> dict[str, Any]:
     dialect = dialect_of(moe)
     table = {}
+    by_gemm = {gemm: sibling for gemm, (_, sibling) in lacking_factors(moe).items()}
+    lacking = {p: by_gemm[gemm] for p, gemm in (("gate", "w13"), ("up", "w13"), ("down", "w2")) if gemm in by_gemm}
     first = {"gate_up": moe.gate_up, "down": moe.down} if moe.gate_up else dict(_linears(moe, 0))
     for projection, linear in first.items():
         if linear is None:
             continue
         folded = factors is None or (projection == "down" and factors.rows)
         kept = {param: info for param, info in linear.params.items() if param != "pre_quant_scale" or not folded}
+        if not folded and projection in lacking:
+            kept["pre_quant_scale"] = lacking[projection]
         specs = {param: [info.dtype, list(info.shape)] for param, info in kept.items()}
         if moe.format is Format.INT4:
             specs["weight_scale"][0] = "F32"

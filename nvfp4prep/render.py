@@ -100,9 +100,15 @@ def _decisions(prepared: Prepared) -> str:
         f"{unified} groups of unequal weight_scale_2 unified" if unified else "",
         "weight_scale_2 agrees wherever engines share it" if not (unified or apart) else "",
         f"{apart} gate/up pairs kept apart" if apart else "",
-        f"{len(prepared.plan.imputed)} input_scale imputed" if prepared.plan.imputed else "",
+        *_imputed(prepared.plan.imputed),
     ]
     return "; ".join(part for part in parts if part)
+
+
+def _imputed(names: Sequence[str]) -> list[str]:
+    factors = sum(name.endswith("pre_quant_scale") for name in names)
+    counts = ((len(names) - factors, "input_scale imputed"), (factors, "pre_quant_scale of ones added"))
+    return [f"{count} {what}" for count, what in counts if count]
 
 
 def _input_scales(reports: Sequence[InputScaleReport]) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nvfp4prep import checks
 from nvfp4prep import manifest as manifests
 from nvfp4prep.checkpoint import Checkpoint, peek_checkpoint, read_checkpoint
-from nvfp4prep.checks import files
+from nvfp4prep.checks import awq, files
 from nvfp4prep.errors import CheckFailed, InputRefused, UsageFault
 from nvfp4prep.findings import Finding, errors
 from nvfp4prep.options import COMPRESSED, Options, ask
@@ -128,7 +128,9 @@ def judge(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Finding]:
     """Every finding about a checkpoint that could be read: see `validate`."""
-    findings = [*checkpoint.findings, *checks.found((*checks.HEADERS, *checks.HEADERS_REPAIRED), checkpoint)]
+    of_headers = checks.found((*checks.HEADERS, *checks.HEADERS_REPAIRED), checkpoint)
+    ones = bool(targets) and all(options.impute == "ones" for options in targets)
+    findings = [*checkpoint.findings, *awq.imputed(of_headers, "ones" if ones else "none")]
     if level != "headers":
         try:
             findings += checks.found((*checks.SCALES, *checks.SCALES_REPAIRED), checkpoint)
