@@ -149,8 +149,8 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
     if asked.target is None:
         found += _form_warnings(schema, policy, resolution)
     quant = qc.rewrite(schema, checkpoint.quant, checkpoint.exclude)
-    if folds and asked.target is not None:
-        quant = _without_factors(checkpoint, quant, folds)
+    if job is not None and (folded := {*folds, *(() if job.factors else job.rows)}):
+        quant = _without_factors(checkpoint, quant, folded)
     whole = Job(resolution, job, folds)
     return Prepared(checkpoint, options, policy, shard_bytes, plan, whole, quant, tuple(found), folder)
 
@@ -434,6 +434,8 @@ def _manifest(prepared: Prepared, number: int, outcome: Outcome, digests: Mappin
     }
     if flushed:
         run["block_scales_flushed"] = flushed
+    if folded := manifests.by_layer(outcome.folded_by(number), checkpoint.schema):
+        run["block_scales_folded"] = {path: manifests.counts_entry(counts) for path, counts in folded.items()}
     if rounding := outcome.rounding_by(number):
         run["rounding"] = rounding
     if prepared.job.folds:

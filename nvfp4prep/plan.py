@@ -100,7 +100,10 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Compress:
-    """An int4 linear's weight and group scales in compressed-tensors' form; `rows` are factors of its rows."""
+    """A 4-bit linear's weight and scales in compressed-tensors' form; `rows` are factors of its rows.
+
+    NVFP4 without factors is copied and rescaled instead.
+    """
 
     linear: Linear
     keys: tuple[str, str]

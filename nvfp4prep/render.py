@@ -13,7 +13,7 @@ from rich.text import Text
 from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.convert import Prepared, Result
 from nvfp4prep.findings import Finding, printable
-from nvfp4prep.manifest import total_counts
+from nvfp4prep.manifest import by_layer, total_counts
 from nvfp4prep.scales import GlobalScaleReport, InputScaleReport, RescaleCounts, changes
 
 _SHOWN_FILES = 12
@@ -165,6 +165,7 @@ def result(targets_: Sequence[Prepared], done: Result) -> RenderableType:
         if len(targets_) > 1:
             lines.append(plain(f"{prepared.options.target}:"))
         lines += _rescaled(prepared, done.outcome.rescaled_by(number))
+        lines += _folded(prepared, done.outcome.folded_by(number))
         flushed = sum(done.outcome.flushed_by(number).values())
         if flushed:
             text = f"{flushed:,} block scales are too small for this kernel and became zero; unpack can't restore them"
@@ -196,6 +197,14 @@ def _rescaled(prepared: Prepared, rescaled: Mapping[str, RescaleCounts]) -> list
                 plain(f"{where}: {len(report.pairs)} of {report.total} weight_scale_2 unified, {rescale_text(counts)}")
             )
     return lines
+
+
+def _folded(prepared: Prepared, folded: Mapping[str, RescaleCounts]) -> list[Text]:
+    counts = by_layer(folded, prepared.checkpoint.schema)
+    return [
+        plain(f"{path}: down's pre_quant_scale folded into up's block scales, {rescale_text(one)}")
+        for path, one in counts.items()
+    ]
 
 
 def targets(rows: Sequence[Mapping[str, Any]]) -> RenderableType:

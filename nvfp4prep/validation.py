@@ -218,12 +218,18 @@ def _of_target(checkpoint: Checkpoint, level: Level, options: Options, workers: 
     resolution = resolve(checkpoint.schema, checkpoint.scale_values, asked.weight_only, asked.policy)
     findings = list(resolution.findings)
     if level == "full" and not errors(findings):
-        findings += _of_kernel(checkpoint, job, resolution, workers)
+        findings += _of_values(checkpoint, options, job, resolution, workers)
     return findings
 
 
-def _of_kernel(checkpoint: Checkpoint, job: PackJob | None, resolution: Resolution, workers: int) -> list[Finding]:
-    """What a layout can't store, for which it looks at all block scales."""
+def _of_values(
+    checkpoint: Checkpoint, options: Options, job: PackJob | None, resolution: Resolution, workers: int
+) -> list[Finding]:
+    """What a target can't store, for which all scales of its experts are looked at."""
+    if options.target == COMPRESSED:
+        from nvfp4prep import compressed_tensors
+
+        return compressed_tensors.fold_findings(checkpoint, resolution, workers)
     if job is None:
         return []
     from nvfp4prep import packing
