@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from nvfp4prep import manifest as manifests
@@ -55,14 +56,17 @@ def read_checkpoint(spec: str) -> Checkpoint:
     return _classify(open_source(spec))
 
 
-def peek_checkpoint(spec: str) -> Checkpoint:
-    """As `read_checkpoint`, but of a Hub repo no shard is downloaded: what is read of its tensors is fetched then."""
+def peek_checkpoint(spec: str, workspace: Path | None = None) -> Checkpoint:
+    """As `read_checkpoint`, but of a Hub repo no shard is downloaded: what is read of its tensors is fetched then.
+
+    With a `workspace` it can be converted: shards then lie on the disk of that folder while they are read.
+    """
     found = locate(spec)
     if not isinstance(found, HubRepo):
         return _classify(open_directory(found))
     from nvfp4prep.remote import open_remote  # huggingface_hub takes a while to import
 
-    return _classify(open_remote(found))
+    return _classify(open_remote(found, workspace))
 
 
 def _classify(source: Source) -> Checkpoint:

@@ -225,6 +225,8 @@ _pre_quant_scale_option = click.option(
     help="AWQ's factors where a target has no place for them: refuse, or fold them into norms and scales.",
 )
 
+_private_option = click.option("--private", is_flag=True, help="A Hub repo that is made now is private.")
+
 _output_options = [
     click.option("--workers", type=click.IntRange(1, 256), help="Threads.  [default: the CPUs, at most 8]"),
     click.option(
@@ -290,6 +292,11 @@ def _with_output_options(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option("--no-smoke", is_flag=True, help="Leave the smoke check out.")
 @click.option(
+    "--keep-source",
+    is_flag=True,
+    help="Hub repos: download all of SRC to huggingface_hub's cache, and keep it there.",
+)
+@click.option(
     "--shard",
     "share",
     type=_ShareOf(),
@@ -298,6 +305,10 @@ def _with_output_options(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option("--executor", type=click.Choice(["local", "dask"]), default="local", show_default=True, help="Who works.")
 @click.option("--scheduler", metavar="ADDRESS", help="Of the Dask cluster: tcp://host:port.")
+@click.option(
+    "--push-to", metavar="ORG/NAME[@BRANCH]", help="Upload OUT to the Hub once it is complete, with a model card."
+)
+@_private_option
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
 @click.option("-v", "--verbose", is_flag=True, help="Every finding, and each layer's scales.")
 @_with_output_options
@@ -309,6 +320,7 @@ def convert(
     max_shard_size: int | None,
     smoke_layers: Any,
     no_smoke: bool,
+    keep_source: bool,
     workers: int | None,
     dry_run: bool,
     overwrite: bool,
@@ -318,15 +330,24 @@ def convert(
     share: Share | None,
     executor: str,
     scheduler: str | None,
+    push_to: str | None,
+    private: bool,
     **choices: Any,
 ) -> None:
-    """Convert SRC, a directory or Hub repo (org/name[@revision]), to OUT, a new directory."""
+    """Convert SRC, a directory or Hub repo (org/name[@revision]), to OUT, a new directory.
+
+    Of a Hub repo each shard is fetched once, converted and given up; a few lie on OUT's disk at a time.
+    """
     if quiet and verbose:
         raise click.UsageError("-q and -v exclude each other")
     if (executor == "dask") != (scheduler is not None):
         raise click.UsageError("--executor dask and --scheduler belong together")
     if share is not None and executor == "dask":
         raise click.UsageError("--shard and --executor dask exclude each other")
+    if share is not None and push_to is not None:
+        raise click.UsageError("--shard writes a part only; after nvfp4prep finish, upload with nvfp4prep push")
+    if private and push_to is None:
+        raise click.UsageError("--private is for --push-to")
     with _stops(as_json) as ending:
         from nvfp4prep import convert as conversion
         from nvfp4prep import writer
@@ -341,7 +362,11 @@ def convert(
             if not dry_run:
                 raise
             _tell(f"a real run would stop here: {fault}")
-        checkpoint = peek_checkpoint(src) if dry_run else read_checkpoint(src)
+        if push_to is not None:
+            _check_push(push_to, dry_run)
+        whole = (keep_source or scheduler is not None) and not dry_run
+        checkpoint = read_checkpoint(src) if whole else peek_checkpoint(src, writer.destination(out).parent)
+        pinned = f"{checkpoint.source.spec}@{checkpoint.source.revision}" if checkpoint.source.revision else src
         prepared = []
         for number, name in enumerate(names):
             options = Options(name, max_shard_bytes=max_shard_size, **choices)
@@ -354,13 +379,13 @@ def convert(
             if as_json:
                 _print_json({"dry_run": True, **shown})
             elif not quiet:
-                _print_dry_run(prepared)
+                _print_dry_run(prepared, push_to)
             return
         total = sum(one.plan.nbytes_of_tensors for one in prepared)
         if share is not None:
             from nvfp4prep.sharing import SharedJob
 
-            job = SharedJob(src, tuple(one.options for one in prepared), share.count, overwrite)
+            job = SharedJob(pinned, tuple(one.options for one in prepared), share.count, overwrite)
             with _progress(total // share.count, bar=not as_json, enabled=not quiet) as advance:
                 conversion.write_share(
                     prepared, out, share, job, overwrite=overwrite, workers=threads, progress=advance
@@ -376,7 +401,7 @@ def convert(
             from nvfp4prep.cluster import on_dask
 
             options_of, folders = [one.options for one in prepared], [one.folder for one in prepared]
-            elsewhere = on_dask(scheduler, src, options_of, folders, out)
+            elsewhere = on_dask(scheduler, pinned, options_of, folders, out)
         _write(
             prepared,
             out,
@@ -387,7 +412,33 @@ def convert(
             quiet=quiet,
             ending=ending,
             elsewhere=elsewhere,
+            after=None if push_to is None else lambda: _push(out, push_to, private=private, quiet=quiet or as_json),
         )
+
+
+def _check_push(spec: str, dry_run: bool) -> None:
+    """Stop before the work where the upload after it can't succeed; a dry run tells so."""
+    from nvfp4prep import push
+
+    repo = push.destination(spec)
+    try:
+        push.check_may_push(repo)
+    except EnvironmentFault as fault:
+        if not dry_run:
+            raise
+        _tell(f"a real run would stop here: {fault}")
+
+
+def _push(out: Path, spec: str, *, private: bool, quiet: bool) -> dict[str, str]:
+    """Upload an output, and say where it is."""
+    from dataclasses import asdict
+
+    from nvfp4prep import push
+
+    pushed = push.push(out, push.destination(spec), private=private, quiet=quiet)
+    if not quiet:
+        _say(f"Pushed: {pushed.url} ({pushed.commit})\n")
+    return asdict(pushed)
 
 
 def _write(
@@ -402,8 +453,12 @@ def _write(
     ending: _Ending,
     shares: int | None = None,
     elsewhere: Any = None,
+    after: Callable[[], dict[str, str]] | None = None,
 ) -> None:
-    """Write decided targets to OUT with progress, and tell the result; `layers` are the smoke check's, or None."""
+    """Write decided targets to OUT with progress, and tell the result; `layers` are the smoke check's, or None.
+
+    `after` does what is to be done with OUT once it is complete.
+    """
     from nvfp4prep import convert as conversion
 
     reports: list[dict[str, Any]] = []
@@ -421,11 +476,12 @@ def _write(
             elsewhere=elsewhere,
         )
         ending.on_disk = f"{out} is complete"
+    if not (as_json or quiet):
+        _print_result(prepared, result)
+    pushed = {} if after is None else {"pushed": after()}
     if as_json:
         last = {"manifest": result.manifest} if len(prepared) == 1 else {"manifests": list(result.manifests)}
-        _print_json({"dry_run": False, "out": str(out), **_plans_json(prepared), **last, "smoke": reports})
-    elif not quiet:
-        _print_result(prepared, result)
+        _print_json({"dry_run": False, "out": str(out), **_plans_json(prepared), **last, "smoke": reports, **pushed})
 
 
 def _plans_json(prepared: Sequence[Prepared]) -> dict[str, Any]:
@@ -444,12 +500,13 @@ def finish(out: Path, smoke_layers: Any, no_smoke: bool, workers: int | None, as
     """Give OUT its name, once every share of it (convert --shard i/n) is written."""
     with _stops(as_json) as ending:
         from nvfp4prep import convert as conversion
-        from nvfp4prep.checkpoint import read_checkpoint
+        from nvfp4prep import writer
+        from nvfp4prep.checkpoint import peek_checkpoint
         from nvfp4prep.sharing import read_job
 
         job = read_job(out)
         threads = workers or conversion.default_workers()
-        checkpoint = read_checkpoint(job.source)
+        checkpoint = peek_checkpoint(job.source, writer.destination(out).parent)
         prepared = [
             conversion.decide(checkpoint, options, options.target if len(job.targets) > 1 else "", number, threads)
             for number, options in enumerate(job.targets)
@@ -465,6 +522,24 @@ def finish(out: Path, smoke_layers: Any, no_smoke: bool, workers: int | None, as
             ending=ending,
             shares=job.shares,
         )
+
+
+@main.command(short_help="Upload an output of convert to the Hub.")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("repo", metavar="ORG/NAME[@BRANCH]")
+@_private_option
+@_json_option
+@click.option("-q", "--quiet", is_flag=True, help="Errors only.")
+def push(out: Path, repo: str, private: bool, as_json: bool, quiet: bool) -> None:
+    """Upload OUT, an output of convert, to a Hub repo, with a model card that says what was done.
+
+    A repo or branch that is not there is made. Files that it has already are not sent again.
+    """
+    with _stops(as_json) as ending:
+        ending.on_disk = f"{out} is as it was"
+        pushed = _push(out, repo, private=private, quiet=quiet or as_json)
+        if as_json:
+            _print_json({"out": str(out), "pushed": pushed})
 
 
 def _resolve_targets(targets: tuple[str, ...], gpu: str | None) -> list[str]:
@@ -1045,7 +1120,7 @@ def _print_plan(prepared: Prepared, verbose: bool) -> None:
     _print(render.plan(prepared, verbose))
 
 
-def _print_dry_run(prepared: Sequence[Prepared]) -> None:
+def _print_dry_run(prepared: Sequence[Prepared], push_to: str | None) -> None:
     from rich.console import Group
 
     from nvfp4prep import inspection_view, render
@@ -1055,6 +1130,9 @@ def _print_dry_run(prepared: Sequence[Prepared]) -> None:
         _print(Group(*render.shard_list(one)))
         if one.options.target == "hf":
             _print(Group(*inspection_view.left_after(outlook_of(one))))
+    if push_to is not None:
+        total = render.size(sum(one.bytes_needed for one in prepared))
+        _say(f"OUT, {total}, would then be uploaded to {push_to} with a model card.\n")
     _say("Dry run: nothing was written.\n")
 
 

@@ -20,12 +20,13 @@ from nvfp4prep.execute import Elsewhere, Job, execute, shard_digests
 from nvfp4prep.findings import Finding, errors
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.journal import Outcome, finished, plan_id
+from nvfp4prep.memory import check_memory
 from nvfp4prep.options import COMPRESSED, Options, ask
-from nvfp4prep.plan import Constant, Divide, Plan, Step, index_of, key_of, make_plan, merge
+from nvfp4prep.plan import Constant, Divide, Plan, Step, index_of, key_of, make_plan, merge, shards_read
 from nvfp4prep.scales import ImputePolicy, Resolution, ScalePolicy, changes, output_shape, resolve
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, Schema
 from nvfp4prep.sharing import Share, SharedJob, SharedOutput, unfinished
-from nvfp4prep.source import INDEX, verify_unchanged
+from nvfp4prep.source import INDEX
 from nvfp4prep.unusable import TEXTS
 from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space
 
@@ -270,7 +271,7 @@ def write_all(
         EnvironmentFault: I/O; nothing is left under `out`.
     """
     source = targets[0].checkpoint.source
-    plan, identity = _checked(targets, out, overwrite=overwrite)
+    plan, identity = _checked(targets, out, workers, overwrite=overwrite)
     jobs = [prepared.job for prepared in targets]
     with PartialOutput(out, identity) as output:
         if shares is not None:
@@ -283,7 +284,7 @@ def write_all(
         if outcome.unusable:
             raise InputRefused(_unusable(targets[0].checkpoint, outcome.unusable_by_tensor()))
         output.seal()
-        verify_unchanged(source)
+        source.verify_unchanged()
         for prepared in targets:
             check(prepared, output.partial)
         digests = shard_digests(plan, outcome)
@@ -319,24 +320,27 @@ def write_share(
         InputRefused, UsageFault, EnvironmentFault: as `write_all`.
     """
     source = targets[0].checkpoint.source
-    plan, identity = _checked(targets, out, overwrite=overwrite)
+    plan, identity = _checked(targets, out, workers, overwrite=overwrite)
     with SharedOutput(out, identity, share, job) as output:
         if output.makes_files:
             _copy_side_files(targets, output)
         outcome = execute(source, plan, [one.job for one in targets], output, workers, progress, share.has)
         if outcome.unusable:
             raise InputRefused(_unusable(targets[0].checkpoint, outcome.unusable_by_tensor()))
-        verify_unchanged(source)
+        source.verify_unchanged()
 
 
-def _checked(targets: Sequence[Prepared], out: Path, *, overwrite: bool) -> tuple[Plan, str]:
+def _checked(targets: Sequence[Prepared], out: Path, workers: int, *, overwrite: bool) -> tuple[Plan, str]:
     """The plan of all targets and its id, once nothing stands in the way of writing it."""
     source = targets[0].checkpoint.source
     check_destination(out, source.root, overwrite=overwrite)
     for prepared in targets:
         _check_side_files(prepared)
-    check_space(out, sum(prepared.bytes_needed for prepared in targets))
-    return identified(targets)
+    plan, identity = identified(targets)
+    passing = source.passing_bytes([shards_read(item) for item in plan.items])
+    check_space(out, sum(prepared.bytes_needed for prepared in targets), passing)
+    check_memory(plan, workers)
+    return plan, identity
 
 
 def identified(targets: Sequence[Prepared]) -> tuple[Plan, str]:
@@ -351,7 +355,7 @@ def _copy_side_files(targets: Sequence[Prepared], output: PartialOutput) -> None
     for prepared in targets:
         for name in source.side_files:
             if name not in _REWRITTEN:
-                output.copy_side_file(source.root / name, key_of(prepared.folder, name))
+                output.copy_side_file(source.side_file(name), key_of(prepared.folder, name))
 
 
 def _unusable(checkpoint: Checkpoint, counts: Mapping[str, Mapping[str, int]]) -> list[Finding]:

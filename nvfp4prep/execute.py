@@ -34,9 +34,11 @@ from nvfp4prep.plan import (
     Step,
     Unpack,
     Widen,
+    shards_read,
 )
+from nvfp4prep.ranges import Descriptors
 from nvfp4prep.scales import RescaleCounts, Resolution
-from nvfp4prep.source import Source, opened_shards, read_part
+from nvfp4prep.source import Source, read_part
 from nvfp4prep.survey import encode_floats
 from nvfp4prep.unusable import unusable
 from nvfp4prep.widening import widened
@@ -69,7 +71,7 @@ class Context:
     plan: Plan
     jobs: Sequence[Job]
     output: PartialOutput
-    descriptors: Mapping[str, int]
+    descriptors: Descriptors
     progress: Callable[[int], None]
     stop: threading.Event
     outcome: Outcome
@@ -171,14 +173,14 @@ def reported(
 ) -> Iterator[Iterator[tuple[int, Outcome]]]:
     """Run items here, and give what each reported as it ends. The iterator raises the first failure."""
     keep_freed_memory()
-    with opened_shards(source) as descriptors:
-        stop = threading.Event()
+    stop = threading.Event()
+    with source.opened(todo, lambda number: shards_read(plan.items[number]), stop) as shards:
         lock, local = threading.Lock(), threading.local()
-        context = Context(source, plan, jobs, output, descriptors, progress, stop, Outcome(), lock, local)
+        context = Context(source, plan, jobs, output, shards.descriptors, progress, stop, Outcome(), lock, local)
         queue: SimpleQueue[tuple[int, Outcome | BaseException]] = SimpleQueue()
         with one_thread_each(), ThreadPoolExecutor(workers, thread_name_prefix="nvfp4prep") as pool:
-            for number in todo:
-                pool.submit(_report, context, number, queue)
+            for number in shards.order:
+                pool.submit(_report, context, number, queue, shards.done)
             try:
                 yield _succeeded(queue, len(todo))
             finally:
@@ -211,11 +213,17 @@ def one_thread_each() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _report(context: Context, number: int, reports: SimpleQueue[tuple[int, Outcome | BaseException]]) -> None:
+def _report(
+    context: Context,
+    number: int,
+    reports: SimpleQueue[tuple[int, Outcome | BaseException]],
+    done: Callable[[int], None],
+) -> None:
     """Run an item, and put what it reported, or why it failed, into the queue."""
     outcome = Outcome()
     try:
         _run_item(replace(context, outcome=outcome), context.plan.items[number])
+        done(number)
     except BaseException as error:
         reports.put((number, error))
     else:

@@ -487,6 +487,7 @@ def plan_json(prepared: Prepared) -> dict[str, Any]:
     formats = Counter(linear.format.value for linear in prepared.checkpoint.schema.linears.values())
     return {
         "target": prepared.options.target,
+        "layout": None if prepared.job.pack is None else prepared.job.pack.target.layout_id,
         "options": manifests.options_entry(prepared.options.target, prepared.policy, prepared.max_shard_bytes),
         "source": _source_json(prepared.checkpoint),
         "outputs": [

@@ -78,13 +78,13 @@ def plan_id(source: Source, plan: Plan, decided: Iterable[object]) -> str:
     """What two runs must share for one to go on with what the other wrote: 32 hex digits.
 
     Args:
-        source: whose files are known by size, time and inode.
+        source: whose files are known by size, time and inode; those of a Hub repo by commit.
         plan: where every byte goes.
         decided: whatever else their values depend on: options, resolved scales; by their repr.
     """
     whole = hashlib.sha256(__version__.encode())
-    for file, state in sorted(source.states.items()):
-        whole.update(f"\0{file}\0{state}".encode("utf-8", "surrogateescape"))
+    for part in source.identity():
+        whole.update(f"\0{part}".encode("utf-8", "surrogateescape"))
     for shard in plan.shards:
         whole.update(f"\0{shard.file}\0{shard.nbytes}\0".encode())
         whole.update(shard.header)

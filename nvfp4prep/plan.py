@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,6 +177,37 @@ class Plan:
     def nbytes_of_tensors(self) -> int:
         """Bytes that the items write."""
         return sum(shard.nbytes - len(shard.header) for shard in self.shards)
+
+
+def shards_read(item: Item) -> frozenset[str]:
+    """The source's shards that an item's steps read."""
+    return frozenset(tensor.file for step in item.steps for tensor in _tensors_read(step))
+
+
+def _tensors_read(step: Step) -> Iterator[TensorInfo]:
+    match step:
+        case Copy() | RescaleBlocks() | Widen() | Divide():
+            yield step.tensor
+        case Compress() | Dequantize():
+            yield from _stored_bytes(step.linear)
+            if isinstance(step, Compress) and step.rows is not None:
+                yield step.rows
+        case Pack():
+            moe = step.moe
+            if moe.gate_up is not None and moe.down is not None:
+                linears = [moe.gate_up, moe.down]
+            else:
+                expert = moe.experts[step.expert]
+                linears = [linear for linear in (expert.gate, expert.up, expert.down) if linear is not None]
+            for linear in linears:
+                yield from _stored_bytes(linear)
+        case Fill() | Constant() | Parameters() | Unpack():
+            return
+
+
+def _stored_bytes(linear: Linear) -> Iterator[TensorInfo]:
+    """A linear's tensors but for its scalars, which were all read before."""
+    return (tensor for param, tensor in linear.params.items() if param not in SCALAR_PARAMS)
 
 
 Spec = tuple[str, tuple[int, ...]]

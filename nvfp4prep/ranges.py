@@ -1,10 +1,12 @@
-"""Byte ranges of files: read whole or not at all, from descriptors or through a `Reader`."""
+"""Byte ranges of files: read whole or not at all, from descriptors, through a `Reader`, or as memory maps."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from nvfp4prep.errors import EnvironmentFault
@@ -79,3 +81,46 @@ class LocalReader:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
+
+
+class Descriptors(Protocol):
+    """File descriptors of shards, by name."""
+
+    def __getitem__(self, file: str, /) -> int: ...
+
+
+@dataclass(frozen=True)
+class OpenShards:
+    """Shards open for the items of a run.
+
+    `order` are the numbers of the items as they best begin; `done` is told each that ended, from any thread.
+    """
+
+    descriptors: Descriptors
+    order: Sequence[int]
+    done: Callable[[int], None]
+
+
+class Maps(Protocol):
+    """Memory maps of shards: only what is looked at becomes resident."""
+
+    def __call__(self, file: str, start: int, length: int) -> mmap.mmap:
+        """A map of the whole shard, in which at least these bytes are there. Raises EnvironmentFault."""
+
+
+class LocalMaps:
+    """Maps of files on disk."""
+
+    def __init__(self, open_shard: Callable[[str], int]) -> None:
+        self._open_shard = open_shard
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def __call__(self, file: str, start: int, length: int) -> mmap.mmap:
+        """As `Maps.__call__`."""
+        if file not in self._maps:
+            descriptor = self._open_shard(file)
+            try:
+                self._maps[file] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+            finally:
+                os.close(descriptor)
+        return self._maps[file]

@@ -1,13 +1,17 @@
-"""A Hub repo read where it is: small files through huggingface_hub's cache, shards by byte ranges over HTTP."""
+"""A Hub repo read where it is: small files through huggingface_hub's cache, shards by byte ranges over HTTP.
+
+What is looked at is read by itself; for a run each shard is fetched once, into a `spool`.
+"""
 
 from __future__ import annotations
 
 import glob
+import mmap
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -20,9 +24,9 @@ from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RevisionNotFoundError
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
-from nvfp4prep.errors import EnvironmentFault, InputRefused
+from nvfp4prep.errors import EnvironmentFault, InputRefused, Stopped
 from nvfp4prep.header import HeaderError, header_length, parse_header
-from nvfp4prep.ranges import LocalReader, Reader
+from nvfp4prep.ranges import LocalReader, Maps, OpenShards, Reader
 from nvfp4prep.source import (
     INDEX,
     MAX_LARGE_JSON_BYTES,
@@ -44,6 +48,7 @@ from nvfp4prep.source import (
     shard_names,
     side_files,
 )
+from nvfp4prep.spool import Spool, SpooledMaps, most_bytes, schedule
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -61,11 +66,14 @@ WAITS: tuple[float, ...] = (1, 2, 4, 8)
 MAX_WAIT = 120
 """Seconds that a server may ask to wait; where it asks for more, the run stops and says so."""
 LISTING_TIMEOUT = 30
+PROGRESS_BYTES = 1 << 20
+"""After as many in one attempt, the next begins to count anew: the connection works, if badly."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _RATE_LIMIT_RESET = re.compile(r"\bt=(\d+)")
 _PIECE = 1 << 16
+_SIDE_FILE_PIECE = 1 << 24
 
 
 # --- a source -----------------------------------------------------------------------------------------------------
@@ -75,10 +83,12 @@ _PIECE = 1 << 16
 class RemoteSource(Source):
     """A Hub repo whose shards are not here, but for those that huggingface_hub's cache already has.
 
-    `root` is its snapshot in that cache, with its small files; `states` are of the shards that are there.
+    `root` is its snapshot in that cache, with its small files; `states` are of the shards that are there. `workspace`
+    is a folder on whose disk shards may lie while they are read; it has to be there only then.
     """
 
     files: HubFiles
+    workspace: Path | None = None
 
     def open_shard(self, file: str) -> int:
         """As `Source.open_shard`, of what is here."""
@@ -92,13 +102,80 @@ class RemoteSource(Source):
         with _opened(self.files, self.root, self.states) as reader:
             yield reader
 
+    @contextmanager
+    def opened(
+        self, items: Sequence[int], files_of: Callable[[int], Collection[str]], stop: threading.Event
+    ) -> Iterator[OpenShards]:
+        """As `Source.opened`: shards that are not here are fetched one after another."""
+        needs = {number: files_of(number) for number in items}
+        with closing(Spool(needs, self._elsewhere, self.open_shard, self._fetch, self._workspace, stop)) as spool:
+            yield OpenShards(spool, spool.order, spool.done)
+
+    def passing_bytes(self, needs: Sequence[Collection[str]]) -> int:
+        """As `Source.passing_bytes`."""
+        by_number = dict(enumerate(needs))
+        _, peak = schedule(by_number, self._elsewhere)
+        return most_bytes(peak, self._elsewhere, frozenset().union(*needs))
+
+    def maps(self) -> Maps:
+        """As `Source.maps`; what is asked for is fetched then."""
+        here, there = super().maps(), SpooledMaps(self._elsewhere, self._fetch, self._workspace)
+
+        def mapped(file: str, start: int, length: int) -> mmap.mmap:
+            return (here if file in self.states else there)(file, start, length)
+
+        return mapped
+
     def side_bytes(self) -> int:
         """As `Source.side_bytes`, by the Hub's listing."""
         return sum(self.files.sizes[name] for name in self.side_files)
 
+    def side_file(self, name: str) -> Iterator[bytes]:
+        """As `Source.side_file`; a large one is not in the cache. Raises EnvironmentFault."""
+        if (self.root / name).is_file():
+            yield from super().side_file(name)
+            return
+        size = self.files.sizes[name]
+        for start in range(0, size, _SIDE_FILE_PIECE):
+            yield read_remote_range(self.files, name, start, min(_SIDE_FILE_PIECE, size - start))
 
-def open_remote(repo: HubRepo) -> Source:
-    """Open a Hub repo at one commit without downloading its shards.
+    def verify_unchanged(self) -> None:
+        """As `Source.verify_unchanged`; of shards that were read where they are, by their ETags."""
+        super().verify_unchanged()
+        known = [file for file in self._elsewhere if file in self.files.etags]
+        with self.reader() as reader:
+            deque(reader.map(lambda file: reader.read(file, 0, 8), known), maxlen=0)
+
+    @property
+    def _elsewhere(self) -> dict[str, int]:
+        """Sizes of the shards that are not here."""
+        return {file: size for file, size in self.shards.items() if file not in self.states}
+
+    @property
+    def _workspace(self) -> Path:
+        if self.workspace is None:
+            raise EnvironmentFault(f"{self.spec}: not downloaded; fetch it with `hf download` first")
+        return self.workspace
+
+    def _fetch(
+        self, file: str, start: int, length: int, take: Callable[[int, bytes], None], stop: threading.Event
+    ) -> None:
+        """As `spool.Fetch`."""
+
+        def go_on(position: int, data: bytes) -> None:
+            if stop.is_set():
+                raise Stopped
+            take(position, data)
+
+        def pause(seconds: float) -> None:
+            if stop.wait(seconds):
+                raise Stopped
+
+        stream_remote_range(self.files, file, start, length, go_on, pause)
+
+
+def open_remote(repo: HubRepo, workspace: Path | None = None) -> Source:
+    """Open a Hub repo at one commit without downloading its shards. `workspace` is as in `RemoteSource`.
 
     Where the Hub can't be asked, or must not be (HF_HUB_OFFLINE), a snapshot in huggingface_hub's cache is opened
     instead, if it has all shards.
@@ -120,7 +197,17 @@ def open_remote(repo: HubRepo) -> Source:
     with _opened(found, root, states) as reader:
         tensors, metadata, findings = collect_headers(root, list(shards), _headers(reader, shards))
     return RemoteSource(
-        root, repo.name, found.commit, shards, metadata, tensors, side_files(names), findings, states, files=found
+        root,
+        repo.name,
+        found.commit,
+        shards,
+        metadata,
+        tensors,
+        side_files(names),
+        findings,
+        states,
+        files=found,
+        workspace=workspace,
     )
 
 
@@ -283,49 +370,70 @@ class _Again(Exception):
 def read_remote_range(
     files: HubFiles, file: str, start: int, length: int, pause: Callable[[float], None] = time.sleep
 ) -> bytes:
-    """`length` bytes of a repo's file at `start`, in as many attempts as WAITS allows.
+    """`length` bytes of a repo's file at `start`. Raises as `stream_remote_range`."""
+    data = bytearray()
+    stream_remote_range(files, file, start, length, lambda _, piece: data.extend(piece), pause)
+    return bytes(data)
+
+
+def stream_remote_range(
+    files: HubFiles,
+    file: str,
+    start: int,
+    length: int,
+    take: Callable[[int, bytes], None],
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Hand `length` bytes of a repo's file at `start` to `take`, in order, each piece with its place.
+
+    There are as many attempts as WAITS allows; each goes on where the last one broke off.
 
     Raises:
         EnvironmentFault: the Hub can't be reached, refuses, answers with other bytes, or has another file than before.
     """
-    if not length:
-        return b""
-    for wait in (*WAITS, None):
+    position, end, failures = start, start + length, 0
+
+    def go_on(piece: bytes) -> None:
+        nonlocal position
+        take(position, piece)
+        position += len(piece)
+
+    while position < end:
+        begun = position
         try:
-            return _request(files, file, start, length)
+            _request(files, file, position, end - position, go_on)
         except _Again as again:
             if again.wait > MAX_WAIT:
                 raise EnvironmentFault(f"{file}: the Hub asks to wait {again.wait:.0f} s ({again})") from None
-            if wait is None:
+            failures = 1 if position - begun >= PROGRESS_BYTES else failures + 1
+            if failures > len(WAITS):
                 raise EnvironmentFault(
-                    f"{file}: the Hub can't give bytes {start} to {start + length}, "
-                    f"asked {len(WAITS) + 1} times ({again})"
+                    f"{file}: the Hub can't give bytes {position} to {end}, asked {failures} times ({again})"
                 ) from None
-            pause(max(wait, again.wait))
-    raise AssertionError
+            pause(max(WAITS[failures - 1], again.wait))
 
 
-def _request(files: HubFiles, file: str, start: int, length: int) -> bytes:
-    """One attempt. Raises _Again or EnvironmentFault."""
+def _request(files: HubFiles, file: str, start: int, length: int, take: Callable[[bytes], None]) -> None:
+    """One attempt. Raises _Again or EnvironmentFault, or what `take` raises."""
     url = huggingface_hub.hf_hub_url(files.repo.name, file, revision=files.commit)
     # Of compressed bytes no range could be told.
     headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}", "Accept-Encoding": "identity"}
+    came = 0
     try:
         with _streamed(url, headers) as (response, pieces):
             if response.status_code != 206:
                 _raise_for_status(response, file)
             _check_range(response, file, start, length, files.sizes[file])
             _check_etag(response, file, files.etags)
-            data = bytearray()
             for piece in pieces:
-                data += piece
-                if len(data) > length:
+                came += len(piece)
+                if came > length:
                     raise EnvironmentFault(f"{file}: asked for {length} bytes, the Hub sends more")
+                take(piece)
     except hub_errors() as error:
         raise _Again(hub_advice(error)) from None
-    if len(data) < length:
-        raise _Again(f"only {len(data)} of {length} bytes came")
-    return bytes(data)
+    if came < length:
+        raise _Again(f"only {came} of {length} bytes came")
 
 
 @contextmanager

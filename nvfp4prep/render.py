@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.convert import Prepared, Result
+from nvfp4prep.execute import Job
 from nvfp4prep.findings import Finding, printable
 from nvfp4prep.manifest import by_layer, total_counts
 from nvfp4prep.scales import GlobalScaleReport, InputScaleReport, RescaleCounts, changes
@@ -83,6 +84,9 @@ def plan(prepared: Prepared, verbose: bool) -> RenderableType:
         prepared.options.target,
         f"{counted(len(plan_.outputs), len(plan_.shards))}; {size(prepared.bytes_needed)} of disk needed",
     )
+    if prepared.job.pack is not None:
+        target = prepared.job.pack.target
+        add_row(facts, "", f"layout {target.layout_id}, TP {target.tp}, EP {target.ep}")
     add_row(facts, "", f"quant_algo {prepared.quant.algo}, {len(prepared.quant.exclude)} modules excluded by name")
     add_row(facts, "scales", _decisions(prepared))
     parts: list[RenderableType] = [facts, *findings(prepared.findings, verbose)]
@@ -101,6 +105,7 @@ def _decisions(prepared: Prepared) -> str:
         "weight_scale_2 agrees wherever engines share it" if not (unified or apart) else "",
         f"{apart} gate/up pairs kept apart" if apart else "",
         *_imputed(prepared.plan.imputed),
+        *_factors(prepared.job),
     ]
     return "; ".join(part for part in parts if part)
 
@@ -109,6 +114,17 @@ def _imputed(names: Sequence[str]) -> list[str]:
     factors = sum(name.endswith("pre_quant_scale") for name in names)
     counts = ((len(names) - factors, "input_scale imputed"), (factors, "pre_quant_scale of ones added"))
     return [f"{count} {what}" for count, what in counts if count]
+
+
+def _factors(job: Job) -> Iterator[str]:
+    """What becomes of pre_quant_scale."""
+    if job.folds:
+        rounding = max(fold.rounding for fold in job.folds.values())
+        yield f"pre_quant_scale of {len(job.folds)} layers folded into norms, rounded by at most {rounding:.2g}"
+    if job.pack is not None and job.pack.factors:
+        yield f"pre_quant_scale of {len(job.pack.factors)} layers kept for the kernel"
+    if job.pack is not None and job.pack.rows:
+        yield f"down's of {len(job.pack.rows)} layers folded into up's scales"
 
 
 def _input_scales(reports: Sequence[InputScaleReport]) -> str:

@@ -13,7 +13,9 @@ from torch import Tensor
 from nvfp4prep import manifest as manifests
 from nvfp4prep.errors import UsageFault
 from nvfp4prep.findings import cut
+from nvfp4prep.layouts import LAYOUTS
 from nvfp4prep.loading import PackedCheckpoint, PackedLayer
+from nvfp4prep.schema import Format
 from nvfp4prep.source import read_json
 
 METHOD = "nvfp4prep"
@@ -110,7 +112,7 @@ def logical_quantization(path: str) -> dict[str, Any]:
     """The quantization_config that the `hf` checkpoint behind a packed output has. Reads the manifest alone.
 
     Raises:
-        UsageFault: not a local directory, or no manifest of a packed output in it.
+        UsageFault: not a local directory, no manifest of a packed output in it, or one of int4, which no plugin loads.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -121,6 +123,12 @@ def logical_quantization(path: str) -> dict[str, Any]:
     if not isinstance(section, dict):
         found = "not there" if manifest is None else cut(f"its logical entry is {logical!r:.60}")
         raise UsageFault(f"{path}/{manifests.MANIFEST}: {found}; copy the whole output of convert")
+    packed = manifest.get("packed") if manifest else None
+    layout = str(packed.get("layout") if isinstance(packed, dict) else None).partition("/")[0]
+    if layout not in LAYOUTS or LAYOUTS[layout].REQUIRES.format is not Format.NVFP4:
+        raise UsageFault(
+            f"{path}: packed as {cut(layout)}, which this plugin does not load; serve int4 as compressed-tensors"
+        )
     return section
 
 

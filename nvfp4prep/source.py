@@ -6,8 +6,9 @@ import json
 import math
 import os
 import re
+import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 from nvfp4prep.errors import EnvironmentFault, InputRefused
 from nvfp4prep.findings import Finding, counted
 from nvfp4prep.header import HeaderError, Tally, TensorInfo, check_metadata_size, header_length, parse_header
-from nvfp4prep.ranges import LocalReader, Reader, read_range
+from nvfp4prep.ranges import LocalMaps, LocalReader, Maps, OpenShards, Reader, read_range
 
 INDEX = "model.safetensors.index.json"
 MAX_JSON_BYTES = 32_000_000
@@ -41,6 +42,7 @@ READ_FILES = frozenset({INDEX, "config.json", "hf_quant_config.json", "nvfp4prep
 _HUB_SPEC = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 # Bookkeeping of git and of huggingface_hub's local folders: not part of the model.
 _NOT_MODEL = frozenset({".git", ".cache", ".huggingface", "__pycache__"})
+_SIDE_FILE_PIECE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,59 @@ class Source:
         finally:
             local.close()
 
+    @contextmanager
+    def opened(
+        self, items: Sequence[int], files_of: Callable[[int], Collection[str]], stop: threading.Event
+    ) -> Iterator[OpenShards]:
+        """The shards open for a run over `items`, closed at the end.
+
+        Args:
+            items: numbers, in the order of the plan.
+            files_of: the shards that an item reads.
+            stop: set when the run is to end; nobody then waits for a shard any longer.
+
+        Raises:
+            EnvironmentFault: as `open_shard`, here or where a descriptor is asked for.
+        """
+        with opened_shards(self) as descriptors:
+            yield OpenShards(descriptors, items, lambda number: None)
+
+    def passing_bytes(self, needs: Sequence[Collection[str]]) -> int:
+        """The most bytes of shards on disk at a time only while a run over items with these needs reads them."""
+        return 0
+
+    def maps(self) -> Maps:
+        """Memory maps of the shards as they are now, not as they were when their headers were read."""
+        return LocalMaps(lambda file: open_unchanged(self.root, file, None))
+
     def side_bytes(self) -> int:
         """Bytes of all side files together. Raises OSError."""
         return sum((self.root / name).stat().st_size for name in self.side_files)
+
+    def side_file(self, name: str) -> Iterator[bytes]:
+        """A side file's bytes, in pieces. Raises OSError."""
+        with (self.root / name).open("rb") as file:
+            while piece := file.read(_SIDE_FILE_PIECE):
+                yield piece
+
+    def identity(self) -> Iterator[str]:
+        """What tells these shards from others, and from themselves once they were changed.
+
+        Of a Hub repo that is the commit, wherever its files are now.
+        """
+        if self.revision is not None:
+            yield f"{self.spec}\0{self.revision}"
+        for file, size in sorted(self.shards.items()):
+            yield f"{file}\0{size if self.revision is not None else self.states.get(file)}"
+
+    def verify_unchanged(self) -> None:
+        """Raise EnvironmentFault, naming the file, when a shard is no longer what it was when its header was read."""
+        for file, before in self.states.items():
+            try:
+                found = (self.root / file).stat()
+            except OSError as error:
+                raise EnvironmentFault(f"{file}: gone since its header was read: {error.strerror}") from None
+            _compare_state(file, before, found)
 
 
 def open_unchanged(root: Path, file: str, before: FileState | None) -> int:
@@ -126,16 +178,6 @@ def _compare_state(file: str, before: FileState | None, found: os.stat_result) -
     else:
         what = "it was written to or replaced"
     raise EnvironmentFault(f"{file}: changed since its header was read: {what}; run again when nothing writes to it")
-
-
-def verify_unchanged(source: Source) -> None:
-    """Raise EnvironmentFault, naming the file, when a shard is no longer what it was when its header was read."""
-    for file, before in source.states.items():
-        try:
-            found = (source.root / file).stat()
-        except OSError as error:
-            raise EnvironmentFault(f"{file}: gone since its header was read: {error.strerror}") from None
-        _compare_state(file, before, found)
 
 
 @contextmanager
@@ -205,12 +247,18 @@ def locate(spec: str) -> Path | HubRepo:
     path = Path(spec).expanduser()
     if path.is_dir():
         return path
-    match = _HUB_SPEC.fullmatch(spec)
     if path.exists():
         refuse("not-a-directory", f"{spec} is a file; give the checkpoint's directory")
-    if not match or spec.startswith((".", "~")):
+    repo = hub_repo(spec)
+    if repo is None:
         refuse("no-such-checkpoint", f"{spec}: no such directory, and not a Hub repo (org/name or org/name@revision)")
-    return HubRepo(match["repo"], match["revision"])
+    return repo
+
+
+def hub_repo(spec: str) -> HubRepo | None:
+    """The repo that `org/name[@revision]` names, or None where it is not of that form."""
+    match = _HUB_SPEC.fullmatch(spec)
+    return HubRepo(match["repo"], match["revision"]) if match else None
 
 
 def open_directory(path: Path) -> Source:

@@ -302,6 +302,8 @@ def _problem(
         return f"{moe.expert_count} experts can't be split over --ep {target.ep}; these work: {_list(sizes)}"
     try:
         activation = activation_of(config, moe.gated)
+        if activation.kind not in rules.activations and activation.limit is None:
+            return f"{target.engine} has no {activation.kind} on this kernel"
         if activation.kind not in rules.activations or (activation.limit and "swiglu-oai" not in rules.activations):
             return f"{target.engine} ignores the clamp of {activation.kind} on this kernel"
         w13_policy(target, w13_scale, activation)

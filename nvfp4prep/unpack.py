@@ -49,7 +49,7 @@ from nvfp4prep.plan import (
 )
 from nvfp4prep.scales import Resolution
 from nvfp4prep.schema import SCALAR_PARAMS, Linear, MoeLayer, Schema, build_schema
-from nvfp4prep.source import INDEX, Source, read_json, read_packed, refuse, verify_unchanged
+from nvfp4prep.source import INDEX, Source, read_json, read_packed, refuse
 from nvfp4prep.targets import IDENTITY, Target, activation_of, expert_problem
 from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space
 
@@ -394,10 +394,10 @@ def write(
     check_names({name: name for name in side_files}, planned)
     with PartialOutput(out, plan_id(source, plan, [values])) as output:
         for name in side_files:
-            output.copy_side_file(source.root / name, name)
+            output.copy_side_file(source.side_file(name), name)
         outcome = execute(source, plan, [job], output, workers, progress)
         output.seal()
-        verify_unchanged(source)
+        source.verify_unchanged()
         digests = shard_digests(plan, outcome)
         manifest = _manifest(packed, plan, digests)
         output.publish(_small_files(packed, plan, manifest), overwrite=overwrite)

@@ -18,7 +18,7 @@ from nvfp4prep.options import COMPRESSED, Options, ask
 from nvfp4prep.rules import LEVELS, RULES, SEVERITIES, Level, Rule, Severity
 from nvfp4prep.scales import Resolution, resolve
 from nvfp4prep.schema import Format
-from nvfp4prep.source import Source, open_source, read_json, verify_unchanged
+from nvfp4prep.source import Source, open_source, read_json
 
 if TYPE_CHECKING:
     from nvfp4prep.packing import PackJob
@@ -142,7 +142,7 @@ def judge(
         total = blocks.scanned_bytes(checkpoint)
         findings += blocks.scan(checkpoint, workers, lambda count: progress(count, total))
         findings += _changed_bytes(checkpoint.source, checkpoint.manifest, workers)
-        verify_unchanged(checkpoint.source)
+        checkpoint.source.verify_unchanged()
     if checkpoint.quant is not None:
         findings += _of_targets(checkpoint, level, targets, workers)
     return findings

@@ -15,7 +15,7 @@ import resource
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -27,7 +27,6 @@ from nvfp4prep.libc import start_writeback
 from nvfp4prep.plan import Shard
 from nvfp4prep.source import read_json
 
-_CHUNK = 1 << 24
 _WRITEBACK_BYTES = 1 << 25
 """Written to a shard before its way to disk begins: the disk then works beside the run, not after it."""
 _MOST_LINKS = 40
@@ -218,15 +217,24 @@ def check_names(side_files: Mapping[str, str], planned: Collection[str], folders
         raise InputRefused(findings)
 
 
-def check_space(out: Path, needed: int) -> None:
-    """Raise EnvironmentFault when the disk that will hold `out` has less than `needed` bytes free."""
+def check_space(out: Path, lasting: int, passing: int = 0) -> None:
+    """Raise EnvironmentFault when the disk that will hold `out` has less free than both together.
+
+    Args:
+        out: the destination.
+        lasting: bytes of the output.
+        passing: bytes of the source's shards that lie beside it for a while (`spool`).
+    """
+    needed = lasting + passing
     folder = destination(out).parent
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free + _held(partial_path(destination(out)))
     if free < needed:
+        of_them = f", {passing:,} of them for shards until they are converted" if passing else ""
         raise EnvironmentFault(
-            f"{folder}: {free:,} bytes free, {needed:,} needed; free {needed - free:,} bytes or choose another disk"
+            f"{folder}: {free:,} bytes free, {needed:,} needed{of_them}; "
+            f"free {needed - free:,} bytes or choose another disk"
         )
 
 
@@ -499,14 +507,15 @@ class PartialOutput:
         except OSError as error:
             raise fault(self.partial / file, f"writing at byte {position} failed", error) from None
 
-    def copy_side_file(self, source: Path, name: str) -> None:
-        """Copy a file that is not converted, bytes and nothing else."""
+    def copy_side_file(self, pieces: Iterable[bytes], name: str) -> None:
+        """Write a file that is not converted, bytes and nothing else."""
         path = self.partial / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)
-            with source.open("rb") as reader, path.open("xb") as writer:
-                shutil.copyfileobj(reader, writer, _CHUNK)
+            with path.open("xb") as writer:
+                for piece in pieces:
+                    writer.write(piece)
                 writer.flush()
                 os.fsync(writer.fileno())
         except OSError as error:

@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 from layout_layers import OAI, Case, make_layer  # noqa: E402
-from smoke_layers import LAYERS, distance, inputs, packed_layer, reference  # noqa: E402
+from smoke_layers import LAYERS, distance, inputs, layer_of, packed_layer, reference  # noqa: E402
 
 from nvfp4prep.layouts.permutations import swizzle  # noqa: E402
 from nvfp4prep.smoke import emulator  # noqa: E402
@@ -60,7 +60,7 @@ def attempt(check: Any, *arguments: Any) -> dict[str, Any]:
 
 def run_case(name: str, case: Case, activation: Any, tokens: int) -> dict[str, Any]:
     """One layer and token count, whole and as two EP ranks."""
-    made = make_layer(case, experts=EXPERTS, activation=activation, codes=(56, 126))
+    made = layer_of(case, EXPERTS, activation)
     layer = packed_layer(made, activation)
     x, routing = inputs(case, tokens, TOP_K, EXPERTS)
     if layer.scales.w13_input is not None:  # as calibrated: the largest magnitude is 6 · 448 · input_scale
@@ -84,8 +84,9 @@ def run_case(name: str, case: Case, activation: Any, tokens: int) -> dict[str, A
         "elements": ours.numel(),
         "identical_to_emulator": int((ours == emulated).sum()),
     }
-    ok = result["not_finite"] == 0 and result["to_emulator"] < EMULATOR_LIMIT[name]
-    ok = ok and result["ranks_to_emulator"] < EMULATOR_LIMIT[name] + RANKS_ROUND and result["to_f32"] < F32_LIMIT[name]
+    limit = EMULATOR_LIMIT[name]
+    ok = result["not_finite"] == 0 and result["to_emulator"] < limit
+    ok = ok and result["ranks_to_emulator"] < limit + RANKS_ROUND and result["to_f32"] < F32_LIMIT[name]
     return {**result, "ok": ok}
 
 

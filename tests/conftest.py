@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import build_overlay
 import checkpoints
+import hub_server
 import pytest
+from hub_server import Hub
+from huggingface_hub import constants, file_download
+
+from nvfp4prep import remote
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,6 +45,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 def full_set() -> dict[str, Path]:
     """Name -> path of what the folder named by NVFP4PREP_CHECKPOINTS holds. ``checkpoints.full_set`` parametrises."""
     return checkpoints.full_set()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A Hub that huggingface_hub takes for the real one, an empty cache, and waits that take no time."""
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with hub_server.running() as running:
+        monkeypatch.setattr(constants, "ENDPOINT", running.url)
+        files = running.url + "/{repo_id}/resolve/{revision}/{filename}"
+        for module in (constants, file_download):  # the latter in versions before 1.0
+            monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", files, raising=False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(remote, "WAITS", (0, 0, 0, 0))
+        monkeypatch.chdir(tmp_path)
+        yield running
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

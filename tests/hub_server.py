@@ -1,14 +1,17 @@
 """A Hub on this machine: serves folders as repos over HTTP, counts what it serves, and fails on demand.
 
-It has the endpoints that huggingface_hub calls to list and read a model. Shards are behind a redirect to another host
-name, as the Hub's are, where the ETag is another and no token may arrive.
+It has the endpoints that huggingface_hub calls to list, read and, without Xet, upload a model. Shards are behind a
+redirect to another host name, as the Hub's are, where the ETag is another and no token may arrive.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
+import shutil
+import tempfile
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -22,9 +25,23 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 _API = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)(/(?P<what>revision|tree)/(?P<revision>[^/]+))?")
 _FILE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 _PIECE = 1 << 16
+_LARGE = (".safetensors", ".bin")
+"""Files that are kept elsewhere, as the Hub keeps all of more than 10 MB."""
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
+_UPLOAD = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/(?P<what>preupload|commit|branch)/(?P<revision>[^/]+)")
+_BATCH = re.compile(r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch")
+
 LISTING = "the listing"
+WHOAMI, CREATE, PREUPLOAD, BATCH, UPLOAD, COMMIT, CARD = (
+    "who",
+    "create",
+    "preupload",
+    "batch",
+    "upload",
+    "commit",
+    "card",
+)
 """In place of a file's name, in `Hub.faults`."""
 
 
@@ -59,9 +76,19 @@ class Hub:
     ranges: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     """Start and length of each part of a shard that was asked for and sent in full."""
     sent: Counter[str] = field(default_factory=Counter)
-    """Bytes of each file, up to where the client hung up."""
+    """Bytes of each file, up to the piece with which the client hung up."""
     tokens: set[tuple[str, str | None]] = field(default_factory=set)
     """Host and token of every request."""
+    user: dict[str, object] = field(default_factory=lambda: {"type": "user", "name": "org", "orgs": []})
+    """What whoami tells."""
+    created: dict[str, dict[str, object]] = field(default_factory=dict)
+    """What was asked for when a repo was made, by its name."""
+    objects: dict[str, bytes] = field(default_factory=dict)
+    """Large files uploaded, by digest."""
+    messages: list[str] = field(default_factory=list)
+    """Of the commits made."""
+    folder: str = ""
+    """For those commits."""
 
 
 @contextmanager
@@ -71,6 +98,7 @@ def running() -> Iterator[Hub]:
     handler = type("Handler", (_Handler,), {"hub": hub})
     server = _Server(("127.0.0.1", 0), handler)
     server.daemon_threads = True
+    hub.folder = tempfile.mkdtemp()
     hub.url = f"http://127.0.0.1:{server.server_port}"
     hub.elsewhere = f"http://localhost:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -81,6 +109,7 @@ def running() -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join()
+        shutil.rmtree(hub.folder)
 
 
 def sha256(path: Path) -> str:
@@ -90,7 +119,7 @@ def sha256(path: Path) -> str:
 def _entry(path: Path) -> dict[str, object]:
     digest = hashlib.sha1(path.read_bytes()).hexdigest()
     entry: dict[str, object] = {"size": path.stat().st_size, "oid": digest, "blobId": digest}
-    if path.suffix == ".safetensors":
+    if path.suffix in _LARGE:
         entry["lfs"] = {"size": path.stat().st_size, "sha256": sha256(path), "oid": sha256(path), "pointerSize": 134}
     return entry
 
@@ -113,12 +142,33 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.answer()
 
+    def do_POST(self) -> None:
+        self.answer()
+
+    def do_PUT(self) -> None:
+        self.answer()
+
     def answer(self) -> None:
+        body = self.body()
         path = unquote(urlsplit(self.path).path)
         self.hub.requests[f"{self.command} {path}"] += 1
         self.hub.tokens.add((self.headers["Host"].partition(":")[0], self.headers["Authorization"]))
         if path.startswith("/elsewhere/"):
             self.send_range(Path(path.removeprefix("/elsewhere")), parse_qs(urlsplit(self.path).query))
+        elif path == "/api/whoami-v2":
+            if self.fault(WHOAMI) != "sent":
+                self.send_json(self.hub.user)
+        elif path == "/api/repos/create":
+            self.create(json.loads(body))
+        elif path == "/api/validate-yaml":
+            if self.fault(CARD) != "sent":
+                self.send_json({"warnings": [], "errors": []})
+        elif path.startswith("/upload/"):
+            self.upload(path.removeprefix("/upload/"), body)
+        elif match := _BATCH.fullmatch(path):
+            self.batch(json.loads(body))
+        elif match := _UPLOAD.fullmatch(urlsplit(self.path).path):
+            getattr(self, match["what"])(match["repo"], unquote(match["revision"]), body)
         elif match := _API.fullmatch(urlsplit(self.path).path):
             self.answer_api(match["repo"], match["what"], unquote(match["revision"] or "main"))
         elif match := _FILE.fullmatch(urlsplit(self.path).path):
@@ -139,11 +189,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             for start in range(0, len(body), _PIECE):
-                self.wfile.write(body[start : start + _PIECE])
                 if file is not None:
                     self.hub.sent[file] += len(body[start : start + _PIECE])
+                self.wfile.write(body[start : start + _PIECE])
 
-    def commit(self, repo: str, revision: str) -> str | None:
+    def commit_of(self, repo: str, revision: str) -> str | None:
         """The commit that is meant, or None after a refusal."""
         if repo not in self.hub.repos:
             self.refuse(401, "RepoNotFound", "Repository not found")
@@ -176,7 +226,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "no json":
             self.send(200, {"Content-Type": "text/html"}, b"<html>please sign in to this network</html>")
             return
-        commit = self.commit(repo, revision)
+        commit = self.commit_of(repo, revision)
         if commit is None:
             return
         folder = self.hub.repos[repo].commits[commit]
@@ -190,7 +240,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send(200, {"Content-Type": "application/json"}, json.dumps(listed).encode())
 
     def answer_file(self, repo: str, revision: str, name: str) -> None:
-        commit = self.commit(repo, revision)
+        commit = self.commit_of(repo, revision)
         if commit is None:
             return
         fault = self.fault(name)
@@ -243,3 +293,95 @@ class _Handler(BaseHTTPRequestHandler):
         if fault != "slow":
             self.hub.ranges[path.name].append((start, len(body)))
         self.send(206, headers, body, file=path.name)
+
+    # --- uploads ---
+
+    def body(self) -> bytes:
+        """What the client sends, with its length told first or in chunks."""
+        if self.headers["Transfer-Encoding"] != "chunked":
+            return self.rfile.read(int(self.headers["Content-Length"] or 0))
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def send_json(self, value: object, status: int = 200) -> None:
+        self.send(status, {"Content-Type": "application/json"}, json.dumps(value).encode())
+
+    def create(self, asked: dict[str, object]) -> None:
+        name = f"{asked['organization']}/{asked['name']}"
+        if self.fault(CREATE) == "sent":
+            return
+        there = self.hub.repos.get(name)
+        if there is None:
+            self.hub.created[name] = asked
+            self.hub.repos[name].push(Path(tempfile.mkdtemp(dir=self.hub.folder)))
+        self.send_json({"url": f"{self.hub.url}/{name}"}, 200 if there is None else 409)
+
+    def branch(self, repo: str, branch: str, _: bytes) -> None:
+        branches = self.hub.repos[repo].branches
+        if branch in branches:
+            self.refuse(409, "", "there is one")
+            return
+        branches[branch] = branches["main"]
+        self.send_json({})
+
+    def preupload(self, repo: str, revision: str, body: bytes) -> None:
+        commit = self.commit_of(repo, revision)
+        if self.fault(PREUPLOAD) == "sent" or commit is None:
+            return
+        folder = self.hub.repos[repo].commits[commit]
+        files = []
+        for file in json.loads(body)["files"]:
+            path = folder / file["path"]
+            mode = "lfs" if path.suffix in _LARGE else "regular"
+            oid = None
+            if path.is_file():
+                data = path.read_bytes()
+                blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+                oid = sha256(path) if mode == "lfs" else blob
+            files.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        self.send_json({"files": files})
+
+    def batch(self, asked: dict[str, list[dict[str, object]]]) -> None:
+        if self.fault(BATCH) == "sent":
+            return
+        objects: list[dict[str, object]] = []
+        for one in asked["objects"]:
+            to_do = {} if one["oid"] in self.hub.objects else {"actions": self.actions(str(one["oid"]))}
+            objects.append({"oid": one["oid"], "size": one["size"], **to_do})
+        self.send_json({"transfer": "basic", "objects": objects})
+
+    def actions(self, oid: str) -> dict[str, object]:
+        return {"upload": {"href": f"{self.hub.url}/upload/{oid}", "header": {}}}
+
+    def upload(self, oid: str, body: bytes) -> None:
+        if self.fault(UPLOAD) == "sent":
+            return
+        assert hashlib.sha256(body).hexdigest() == oid
+        self.hub.objects[oid] = body
+        self.send(200, {}, b"")
+
+    def commit(self, repo: str, revision: str, body: bytes) -> None:
+        before = self.commit_of(repo, revision)
+        if self.fault(COMMIT) == "sent" or before is None:
+            return
+        folder = Path(tempfile.mkdtemp(dir=self.hub.folder))
+        shutil.copytree(self.hub.repos[repo].commits[before], folder, dirs_exist_ok=True)
+        for line in body.splitlines():
+            entry = json.loads(line)
+            value = entry["value"]
+            if entry["key"] == "header":
+                self.hub.messages.append(value["summary"])
+                continue
+            path = folder / value["path"]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if entry["key"] == "lfsFile":
+                path.write_bytes(self.hub.objects[value["oid"]])
+            else:
+                assert entry["key"] == "file"
+                path.write_bytes(base64.b64decode(value["content"]))
+        commit = self.hub.repos[repo].push(folder, revision)
+        self.send_json({"commitUrl": f"{self.hub.url}/{repo}/commit/{commit}", "commitOid": commit})

@@ -118,7 +118,8 @@ def signed(nibbles: NDArray[np.integer[Any]], offset: int = 0) -> Codes:
 
 def nibbles_at(flat: Bytes, number: Ints) -> Bytes:
     """Nibbles by number, the low one of a byte first."""
-    return flat[number // 2] >> (number % 2 * 4).astype(np.uint8) & 15
+    found: Bytes = (flat[number // 2] >> (number % 2 * 4).astype(np.uint8) & 15).astype(np.uint8)
+    return found
 
 
 # --- ModelOpt's own form ---------------------------------------------------------------------------------------------
@@ -136,9 +137,11 @@ def dequantised(tensors: Layer, module: str) -> NDArray[np.float64]:
     """code · scale · pre_quant_scale (if any), exact in F64 for scales and factors of BF16, and else near enough."""
     codes = modelopt_codes(tensors[f"{module}.weight"]).astype(np.float64)
     scale = tensors[f"{module}.weight_scale"].to(torch.float64).numpy()
-    weight = codes * np.repeat(scale, codes.shape[1] // scale.shape[1], axis=1)
+    weight: NDArray[np.float64] = codes * np.repeat(scale, codes.shape[1] // scale.shape[1], axis=1)
     factors = tensors.get(f"{module}.pre_quant_scale")
-    return weight if factors is None else weight * factors.to(torch.float64).numpy()
+    if factors is not None:
+        weight = weight * factors.to(torch.float64).numpy()
+    return weight
 
 
 def source_expert(tensors: Layer, path: str, expert: int, dtype: str = "bf16", rows: bool = False) -> Expert:

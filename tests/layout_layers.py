@@ -22,7 +22,7 @@ from nvfp4prep.layouts.logical import (
     Scales,
     plan_geometry,
 )
-from nvfp4prep.schema import Format
+from nvfp4prep.schema import GROUP_SIZE, Format
 
 LAYOUTS = {name: layout for name, layout in layouts.LAYOUTS.items() if layout.REQUIRES.format is Format.NVFP4}
 """Those for NVFP4 experts."""
@@ -43,22 +43,26 @@ class Case:
     gated: bool
     biased: bool = False
     dtype: ActivationDtype = "bf16"
+    group: int = GROUP_SIZE
 
     def __str__(self) -> str:
         gated = "gated" if self.gated else "plain"
         biased = "-biased" if self.biased else ""
-        dtype = f"-{self.dtype}" if self.layout == "vllm-marlin" else ""
-        return f"{self.layout}-{self.engine}-H{self.hidden}-I{self.intermediate}-{gated}{biased}{dtype}"
+        dtype = f"-{self.dtype}" if self.layout.startswith("vllm-marlin") else ""
+        group = f"-g{self.group}" if self.group != GROUP_SIZE else ""
+        return f"{self.layout}-{self.engine}-H{self.hidden}-I{self.intermediate}-{gated}{biased}{dtype}{group}"
 
     def geometry(self, experts: int) -> Geometry:
         return plan_geometry(
-            LAYOUTS[self.layout].REQUIRES,
+            layouts.LAYOUTS[self.layout].REQUIRES,
             self.engine,
             experts=experts,
             hidden=self.hidden,
             intermediate=self.intermediate,
             gated=self.gated,
             biased=self.biased,
+            group=self.group,
+            activation_dtype=self.dtype,
         )
 
     def allowed(self) -> bool:
@@ -165,3 +169,25 @@ def make_layer(
             for e in range(experts)
         ]
     return Layer(case, made, scales, per_expert)
+
+
+def make_int4_layer(case: Case, experts: int = 2, seed: int = 0) -> Layer:
+    """As make_layer, of int4: two's complement codes, group scales of the activations' dtype, no other scale."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int) -> Matrix:
+        weight = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=generator)
+        scale = 0.01 * (0.5 + torch.rand(rows, columns // case.group, generator=generator))
+        return Matrix(weight, scale.to(torch.bfloat16 if case.dtype == "bf16" else torch.float16), case.group)
+
+    made = [
+        Expert(
+            matrix(case.intermediate, case.hidden) if case.gated else None,
+            matrix(case.intermediate, case.hidden),
+            matrix(case.hidden, case.intermediate),
+        )
+        for _ in range(experts)
+    ]
+    ones = torch.ones(experts)
+    scales = Scales(ones if case.gated else None, ones, ones, None, None)
+    return Layer(case, made, scales, [LayerFacts(case.engine, case.dtype)] * experts)

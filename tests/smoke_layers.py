@@ -7,11 +7,13 @@ else.
 from __future__ import annotations
 
 import torch
-from layout_layers import LAYOUTS, OAI, RELU2, SILU, Case, Layer
+from layout_layers import OAI, RELU2, SILU, Case, Layer, make_int4_layer, make_layer
 from torch import Tensor
 
+from nvfp4prep import layouts
 from nvfp4prep.layouts.logical import Activation, Expert, Matrix, Scales
 from nvfp4prep.numerics import decode_e2m1, decode_e4m3, unpack_nibbles
+from nvfp4prep.schema import GROUP_SIZE
 from nvfp4prep.smoke.layer import PackedLayer, Routing
 from nvfp4prep.targets import Target
 
@@ -24,7 +26,16 @@ MARLIN_LAYERS = [
     (Case("vllm-marlin", "sglang", 128, 64, True), SILU),
     (Case("vllm-marlin", "sglang", 256, 96, False), RELU2),
 ]
-
+MARLIN_INT4_LAYERS = [
+    (Case("vllm-marlin-int4", "vllm", 256, 128, True, group=128), SILU),  # w2: one group
+    (Case("vllm-marlin-int4", "vllm", 128, 128, True, group=128), SILU),  # both: one group
+    (Case("vllm-marlin-int4", "vllm", 256, 96, True, group=32), Activation("silu", limit=1.0)),  # padded
+    (Case("vllm-marlin-int4", "vllm", 384, 128, True, group=64), OAI),
+    (Case("vllm-marlin-int4", "vllm", 256, 256, False, group=64), RELU2),
+    (Case("vllm-marlin-int4", "vllm", 256, 64, True, dtype="fp16", group=32), SILU),
+    (Case("vllm-marlin-int4", "sglang", 256, 256, True, group=128), SILU),
+]
+"""Groups of 32, 64 and 128."""
 
 LAYERS = {
     "flashinfer-trtllm": [
@@ -45,9 +56,16 @@ LAYERS = {
         (Case("flashinfer-cutedsl", "vllm", 256, 160, False), RELU2),
         (Case("flashinfer-cutedsl", "sglang", 384, 64, True), SILU),
     ],
-    "marlin": MARLIN_LAYERS,
+    "marlin": [*MARLIN_LAYERS, *MARLIN_INT4_LAYERS],
 }
 """Cases of each backend: padded and not, biased, not gated, both engines."""
+
+
+def layer_of(case: Case, experts: int, activation: Activation) -> Layer:
+    """A layer of the case's format, with block scales that Marlin can hold."""
+    if case.group != GROUP_SIZE:
+        return make_int4_layer(case, experts)
+    return make_layer(case, experts, activation, codes=(56, 126))
 
 
 def packed_layer(layer: Layer, activation: Activation, ep: int = 1, rank: int = 0) -> PackedLayer:
@@ -55,7 +73,7 @@ def packed_layer(layer: Layer, activation: Activation, ep: int = 1, rank: int = 
     case = layer.case
     share = len(layer.experts) // ep
     experts = range(rank * share, (rank + 1) * share)
-    geometry, module = case.geometry(share), LAYOUTS[case.layout]
+    geometry, module = case.geometry(share), layouts.LAYOUTS[case.layout]
     packed = [module.pack(layer.experts[e], geometry, layer.facts[e]) for e in experts]
 
     def mine(values: Tensor | None) -> Tensor | None:
@@ -86,6 +104,10 @@ def inputs(case: Case, tokens: int, top_k: int, experts: int, seed: int = 1) -> 
 
 
 def real(matrix: Matrix, scale: Tensor) -> Tensor:
+    """F32 [N, K] of an NVFP4 or int4 matrix."""
+    if matrix.is_int4:
+        signed = (unpack_nibbles(matrix.weight).to(torch.int16) ^ 8) - 8
+        return signed.to(torch.float32) * matrix.scale.to(torch.float32).repeat_interleave(matrix.group, 1) * scale
     codes = decode_e4m3(matrix.scale)
     return decode_e2m1(unpack_nibbles(matrix.weight)) * codes.repeat_interleave(16, 1) * scale
 

@@ -150,8 +150,8 @@ def test_marlin_gives_the_kernels_bytes_and_reads_them(case: str) -> None:
         assert (stacked.dtype, stacked.shape) == (theirs.dtype, theirs.shape), ours
         assert torch.equal(as_bytes(stacked), as_bytes(theirs)), ours
     for e, expert in enumerate(experts):
-        theirs = {ours: MARLIN[f"{case}.{golden}"][e] for ours, golden in MARLIN_NAMES.items()}
-        assert_same(vllm_marlin_int4.unpack(theirs, geometry, FACTS), expert)
+        stored = {ours: MARLIN[f"{case}.{golden}"][e] for ours, golden in MARLIN_NAMES.items()}
+        assert_same(vllm_marlin_int4.unpack(stored, geometry, FACTS), expert)
 
 
 @pytest.mark.parametrize("case", MARLIN_CASES)
@@ -208,7 +208,7 @@ def packed_layer(
     )
 
 
-@pytest.mark.parametrize(("case", "close"), [("int4_g128", 2e-4), ("int4_g128_single", 0.005)])
+@pytest.mark.parametrize(("case", "close"), [("int4_g128", 2e-4), ("int4_g128_single", 2e-4)])
 def test_marlins_emulator_gives_the_kernels_outputs(case: str, close: float) -> None:
     """The kernel itself is 0.0054 (0.0055) off the F32 reference; a wrong scale permutation gives 0.84."""
     experts, geometry = marlin_golden(case)
@@ -287,10 +287,10 @@ def test_sm90_gives_the_kernels_bytes_and_reads_them() -> None:
         assert (layer.packed[ours].dtype, layer.packed[ours].shape) == (theirs.dtype, theirs.shape), ours
         assert torch.equal(as_bytes(layer.packed[ours]), as_bytes(theirs)), ours
     for e, expert in enumerate(experts):
-        theirs = {ours: SM90[f"layer.{golden}"][e] for ours, golden in SM90_NAMES.items()}
-        assert_same(flashinfer_sm90_w4a8.unpack(theirs, geometry, FACTS), expert)
-        stored = tuple(theirs.values())
-        oracle = int4_oracle.unpacked("flashinfer-sm90-w4a8", stored, geometry.hidden, geometry.intermediate, 128)
+        stored = {ours: SM90[f"layer.{golden}"][e] for ours, golden in SM90_NAMES.items()}
+        assert_same(flashinfer_sm90_w4a8.unpack(stored, geometry, FACTS), expert)
+        tensors = tuple(stored.values())
+        oracle = int4_oracle.unpacked("flashinfer-sm90-w4a8", tensors, geometry.hidden, geometry.intermediate, 128)
         int4_oracle.assert_same(oracle, oracle_expert(expert))
 
 

@@ -7,18 +7,16 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import checkpoints
 import damage
-import hub_server
 import huggingface_hub
 import pytest
 import torch
 from hub_server import LISTING, Hub
-from huggingface_hub import constants, file_download
+from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from nvfp4prep import remote
@@ -26,28 +24,11 @@ from nvfp4prep.checkpoint import peek_checkpoint, read_checkpoint
 from nvfp4prep.errors import EnvironmentFault, InputRefused
 from nvfp4prep.remote import HubFiles, RemoteSource, read_remote_range
 from nvfp4prep.schema import Format
-from nvfp4prep.source import HubRepo, listed_files, open_source, read_tensor, verify_unchanged
+from nvfp4prep.source import HubRepo, listed_files, open_source, read_tensor
 
 REPO = "org/name"
 NAMES = (*checkpoints.NVFP4, *checkpoints.INT4)
 SHARDED = "qwen3moe-nvfp4-sharded"
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A Hub that huggingface_hub takes for the real one, an empty cache, and waits that take no time."""
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    with hub_server.running() as running:
-        monkeypatch.setattr(constants, "ENDPOINT", running.url)
-        files = running.url + "/{repo_id}/resolve/{revision}/{filename}"
-        for module in (constants, file_download):  # the latter in versions before 1.0
-            monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", files, raising=False)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(remote, "WAITS", (0, 0, 0, 0))
-        monkeypatch.chdir(tmp_path)
-        yield running
 
 
 def put(hub: Hub, name: str) -> str:
@@ -117,7 +98,7 @@ def test_tensors_and_parts_of_them(hub: Hub) -> None:
             read_tensor(far, tensor, 1, tensor.nbytes)
     with pytest.raises(EnvironmentFault, match="not downloaded; fetch org/name"):
         far.open_shard(next(iter(far.shards)))
-    verify_unchanged(far)
+    far.verify_unchanged()
 
 
 def test_a_revision_stays_the_one_it_was(hub: Hub, tmp_path: Path) -> None:
@@ -284,16 +265,18 @@ def test_faults_that_pass(
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     hub.faults["model.safetensors"].extend(faults)
     waited: list[float] = []
-    raw = read_remote_range(files, "model.safetensors", 100, 10_000, waited.append)
-    assert raw == (checkpoints.DATA / "dsv3-nvfp4" / "model.safetensors").read_bytes()[100:10_100]
-    assert waited == waits and hub.ranges["model.safetensors"] == [(100, 10_000)]
+    raw = read_remote_range(files, "model.safetensors", 100, 400_000, waited.append)
+    assert raw == (checkpoints.DATA / "dsv3-nvfp4" / "model.safetensors").read_bytes()[100:400_100]
+    [(start, length)] = hub.ranges["model.safetensors"]
+    assert waited == waits and start + length == 400_100
+    assert start > 100 if {"drop", "truncate"} & set(faults) else start == 100  # what came is not asked for again
 
 
 @pytest.mark.parametrize(
     ("faults", "message"),
     [
-        (["drop"] * 5, "the Hub can't give bytes 100 to 10100, asked 5 times ("),
-        (["truncate"] * 5, "asked 5 times (only 5000 of 10000 bytes came)"),
+        (["drop"] * 5, " to 10100, asked 5 times ("),
+        (["truncate"] * 5, "asked 5 times (only 312 of 625 bytes came)"),
         (["503"] * 5, "503"),
         (["429 after 900"], "the Hub asks to wait 900 s ("),
         (["401"], "the Hub refuses it ("),

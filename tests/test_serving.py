@@ -76,3 +76,11 @@ def test_the_logical_section_is_that_of_the_hf_checkpoint(
         logical_quantization("org/name")
     with pytest.raises(UsageFault, match="its logical entry is None"):
         logical_quantization(str(hf))
+
+
+@pytest.mark.parametrize("target", ["vllm-marlin", "moe-wna16"])
+def test_int4_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path, target: str) -> None:
+    """SGLang would take the algorithm behind it for another format, and vLLM would ask for a converter."""
+    out = packs.pack(checkpoint("qwen3moe-int4awq"), tmp_path / "out", target, pre_quant_scale="fold")
+    with pytest.raises(UsageFault, match="does not load; serve int4 as compressed-tensors"):
+        logical_quantization(str(out))

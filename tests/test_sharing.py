@@ -31,6 +31,7 @@ OPTIONS = [
     (QWEN, PACKED),
     (LLAMA4, ("--target", "vllm-marlin", "--target", "hf")),
     ("qwen3moe-int4awq", ("--target", "compressed-tensors", "--pre-quant-scale", "fold")),
+    ("qwen3moe-w4a8awq", ("--target", "vllm-marlin", "--target", "flashinfer-sm90-w4a8", "--pre-quant-scale", "fold")),
 ]
 
 SLOW = """

@@ -23,14 +23,16 @@ import torch
 from checkpoints import DATA
 from layout_layers import LAYOUTS, OAI, RELU2, SILU, Case, make_layer
 from quietly import import_quietly
-from smoke_layers import LAYERS, MARLIN_LAYERS, distance, inputs, packed_layer, reference
+from smoke_layers import LAYERS, distance, inputs, layer_of, packed_layer, reference
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nvfp4prep.errors import EnvironmentFault
+from nvfp4prep import layouts
+from nvfp4prep.errors import EnvironmentFault, UsageFault
 from nvfp4prep.layouts import marlin_repack, vllm_marlin
 from nvfp4prep.layouts.logical import Activation
 from nvfp4prep.numerics import decode_e2m1, unpack_nibbles
+from nvfp4prep.smoke.check import choose_backend
 from nvfp4prep.smoke.kernels import (
     BACKENDS,
     common,
@@ -41,6 +43,7 @@ from nvfp4prep.smoke.kernels import (
     marlin,
 )
 from nvfp4prep.smoke.layer import PackedLayer, Routing
+from nvfp4prep.targets import Target
 
 CPU = torch.device("cpu")
 GOLDEN = DATA / "golden/marlin_moe_sm90.safetensors"
@@ -51,11 +54,25 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has 
 
 
 def test_every_flashinfer_layout_and_marlin_have_a_backend() -> None:
-    assert {backend.LAYOUT for backend in BACKENDS.values()} == set(LAYOUTS) - {"vllm-cutlass"}
-    assert for_layout("vllm-cutlass") is None
+    served = [layout for backend in BACKENDS.values() for layout in backend.LAYOUTS]
+    assert sorted(served) == sorted({*LAYOUTS, "vllm-marlin-int4"} - {"vllm-cutlass"})
+    for layout in set(layouts.LAYOUTS) - set(served):
+        assert for_layout(layout) is None
     for name, backend in BACKENDS.items():
         assert name == backend.NAME
-        assert for_layout(backend.LAYOUT) is backend
+        for layout in backend.LAYOUTS:
+            assert for_layout(layout) is backend
+
+
+@pytest.mark.parametrize("layout", ["vllm-marlin", "vllm-marlin-int4"])
+def test_one_backend_for_two_layouts(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marlin, "available", lambda: None)
+    for asked in ("auto", "marlin"):
+        name, run, reason, _ = choose_backend(Target(layout), asked)
+        assert (name, run, reason) == ("marlin", marlin.run, None)
+    with pytest.raises(UsageFault, match="--backend marlin runs vllm-marlin and vllm-marlin-int4, not moe-wna16"):
+        choose_backend(Target("moe-wna16"), "marlin")
+    assert choose_backend(Target("moe-wna16"), "auto")[2] == "no kernel backend for moe-wna16"
 
 
 @NO_GPU
@@ -63,13 +80,14 @@ def test_every_flashinfer_layout_and_marlin_have_a_backend() -> None:
 def test_without_a_gpu_a_backend_says_which_one_it_needs(name: str) -> None:
     problem = BACKENDS[name].available()
     assert problem is not None
-    assert problem.startswith(LAYOUTS[BACKENDS[name].LAYOUT].REQUIRES.kernel)
+    case = LAYERS[name][0][0]
+    assert problem.startswith(LAYOUTS[case.layout].REQUIRES.kernel)
     assert "this machine has no CUDA GPU" in problem
     assert ("SM75 or newer" if name == "marlin" else "SM100 (B200)") in problem
     assert BACKENDS[name].VERSIONS()["torch"] == torch.__version__
 
-    layer = packed_layer(make_layer(Case(BACKENDS[name].LAYOUT, "vllm", 256, 128, True)), SILU)
-    x, routing = inputs(Case(BACKENDS[name].LAYOUT, "vllm", 256, 128, True), 3, 1, 2)
+    layer = packed_layer(make_layer(case), SILU)
+    x, routing = inputs(case, 3, 1, 2)
     with pytest.raises(EnvironmentFault, match="no CUDA GPU"):
         BACKENDS[name].run(layer, x, routing)
 
@@ -204,6 +222,19 @@ def marlin_weight(words: Tensor, codes: Tensor) -> Tensor:
     return values * scale.T.repeat_interleave(16, 1)
 
 
+def marlin_int4_weight(words: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
+    """F32 [N, K] and what columns are multiplied by after the sum, of uint4b8 and scales [K/g, N].
+
+    Several groups: code times scale in 16-bit registers. One group: a scale per column, after the sum is 16 bits.
+    """
+    codes = unpack_nibbles(marlin_repack.unpack(words)).to(torch.float32) - 8
+    if scale.shape[0] == 1:
+        return codes, marlin_repack.restore_columns(scale, marlin_repack.SINGLE_ORDER)[0]
+    columns = marlin_repack.restore_columns(scale, marlin_repack.GROUPED_ORDER)
+    product = codes * columns.T.to(torch.float32).repeat_interleave(codes.shape[1] // len(scale), 1)
+    return product.to(scale.dtype).to(torch.float32), None
+
+
 def marlin_op(a: Tensor, c: Tensor | None, b_q_weight: Tensor, *rest: Any) -> Tensor:
     names = [name.split("=")[0].split()[-1] for name in SCHEMA.split("(")[1].split(")")[0].split(",")]
     arg = SimpleNamespace(**dict(zip(names[3:], rest, strict=True)))
@@ -214,10 +245,18 @@ def marlin_op(a: Tensor, c: Tensor | None, b_q_weight: Tensor, *rest: Any) -> Te
     assert a.shape == (rows, depth) and a.is_contiguous() and a.dtype in (torch.bfloat16, torch.half)
     assert c is not None and c.shape == (rows * top_k, columns) and c.dtype == a.dtype and c.is_contiguous()
     assert b_q_weight.dtype == torch.int32 and b_q_weight.shape == (experts, depth // 16, 2 * columns)
-    assert arg.b_scales.dtype == torch.float8_e4m3fn and arg.b_scales.shape == (experts, depth // 16, columns)
-    assert arg.global_scale.dtype == torch.float32 and arg.global_scale.shape == (experts,)
-    assert all(tensor.is_contiguous() for tensor in (b_q_weight, arg.b_scales, arg.global_scale))
-    assert arg.b_type_id == 562949953487106
+    assert b_q_weight.is_contiguous() and arg.b_scales.is_contiguous() and arg.b_scales.dim() == 3
+    assert arg.b_scales.shape[::2] == (experts, columns)
+    is_int4 = arg.b_type_id == 1125899907892224
+    if is_int4:
+        groups = arg.b_scales.shape[1]
+        assert arg.b_scales.dtype == a.dtype and arg.global_scale is None
+        assert groups == 1 or (depth % groups == 0 and depth // groups in (32, 64, 128))
+    else:
+        assert arg.b_type_id == 562949953487106
+        assert arg.b_scales.dtype == torch.float8_e4m3fn and arg.b_scales.shape[1] == depth // 16
+        assert arg.global_scale.dtype == torch.float32 and arg.global_scale.shape == (experts,)
+        assert arg.global_scale.is_contiguous()
     assert arg.b_zeros_or_none is arg.a_scales is arg.g_idx_or_none is arg.perm_or_none is None
     assert arg.topk_weights.dtype == torch.float32 and arg.topk_weights.is_contiguous()
     assert arg.topk_weights.numel() == rows * top_k
@@ -232,17 +271,24 @@ def marlin_op(a: Tensor, c: Tensor | None, b_q_weight: Tensor, *rest: Any) -> Te
     for number, expert in enumerate(arg.expert_ids.tolist()):
         places = arg.sorted_token_ids[number * block : (number + 1) * block]
         places = places[places < rows * top_k].long()
-        raw = a[places // top_k].float() @ marlin_weight(b_q_weight[expert], arg.b_scales[expert]).T
-        raw = raw * 2.0**-119 if a.dtype == torch.bfloat16 else raw * 2.0**-7
-        if not arg.mul_topk_weights:
-            raw = raw * arg.global_scale[expert]
-        out = raw.to(a.dtype)
+        rows_in = a[places // top_k].float()
+        if is_int4:
+            weight, after = marlin_int4_weight(b_q_weight[expert], arg.b_scales[expert])
+            out = (rows_in @ weight.T).to(a.dtype)
+            out = out if after is None else out * after
+        else:
+            raw = rows_in @ marlin_weight(b_q_weight[expert], arg.b_scales[expert]).T
+            raw = raw * 2.0**-119 if a.dtype == torch.bfloat16 else raw * 2.0**-7
+            if not arg.mul_topk_weights:
+                raw = raw * arg.global_scale[expert]
+            out = raw.to(a.dtype)
         if arg.b_bias_or_none is not None:  # before the global scale if the weights are multiplied in
             bias = marlin_repack.restore_columns(arg.b_bias_or_none[expert], marlin_repack.SINGLE_ORDER)
             out = out + bias
         if arg.mul_topk_weights:
-            weight = (arg.topk_weights.flatten()[places] * arg.global_scale[expert]).to(a.dtype)
-            out = out * weight[:, None]
+            factor = arg.topk_weights.flatten()[places]
+            factor = factor if is_int4 else factor * arg.global_scale[expert]
+            out = out * factor.to(a.dtype)[:, None]
         c[places] = out
     return c
 
@@ -275,10 +321,10 @@ def on_cpu(op: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu", "any_op")
-@pytest.mark.parametrize(("case", "activation"), MARLIN_LAYERS, ids=lambda value: str(getattr(value, "kind", value)))
+@pytest.mark.parametrize(("case", "activation"), LAYERS["marlin"], ids=lambda value: str(getattr(value, "kind", value)))
 @pytest.mark.parametrize("tokens", [1, 7, 64])
 def test_marlin_layer_is_the_reference(case: Case, activation: Activation, tokens: int) -> None:
-    made = make_layer(case, experts=6, activation=activation, codes=(56, 126))
+    made = layer_of(case, 6, activation)
     x, routing = inputs(case, tokens, 2, 6)
     x = x * 0.25
     ours = marlin.run(packed_layer(made, activation), x, routing)
@@ -328,8 +374,8 @@ def test_marlin_golden_on_the_model_of_the_op() -> None:
         assert report["cases"][case]["block"] == 16
         for stages in report["cases"][case]["blocks"].values():
             distances = {stage: entry["relative_l2"] for stage, entry in stages.items()}
-            assert distances.pop("sum to F32 reference") < 5e-3
-            assert max(distances.values()) < 1e-4  # all bits, but for the order of F32 sums
+            assert distances.pop("sum to F32 reference") < 5.5e-3
+            assert max(distances.values()) < 2e-4, case  # all bits, but for the order of F32 sums
 
 
 def test_marlin_activation_is_goldens() -> None:

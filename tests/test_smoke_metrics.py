@@ -283,3 +283,17 @@ def test_derived_numbers() -> None:
     assert quantisation_error("silu", weights=Format.NVFP4, activations="NVFP4") == pytest.approx(0.233, abs=5e-4)
     assert quantisation_error("relu2", weights=Format.NVFP4, activations="16-bit") == pytest.approx(0.145, abs=5e-4)
     assert quantisation_error("silu", weights=None, activations="E4M3") == pytest.approx(0.046, abs=5e-4)
+
+
+def test_tolerances_that_the_documentation_gives() -> None:
+    """The int4 rows of docs/smoke.md."""
+
+    def silu(weights: Format | None, activations: Activations) -> float:
+        return reference_tolerances("silu", weights=weights, activations=activations).rel_l2
+
+    assert exact_tolerances("E4M3").rel_l2 == pytest.approx(0.023, abs=5e-4)
+    assert silu(Format.INT4, "16-bit") == pytest.approx(0.307, abs=5e-4)
+    assert silu(Format.INT4, "E4M3") == pytest.approx(0.315, abs=5e-4)
+    assert silu(None, "E4M3") == pytest.approx(0.073, abs=5e-4)
+    plain = reference_tolerances("relu2", weights=Format.INT4, activations="16-bit").rel_l2
+    assert plain == pytest.approx(0.270, abs=1e-3)

@@ -35,10 +35,18 @@ ONLY = {
     "gate's scale on up": "tinymoe-nvfp4-splitscale",
 }
 """Mutations that one of these checkpoints alone can show."""
+INT4_ALONE = {
+    "weights not interleaved",
+    "offset of 8 forgotten",
+    "16-bit scales misread",
+    "scale order by I",
+    "pre_quant_scale ignored",
+}
+"""Mutations that no NVFP4 layer can show."""
 
 
 def showable(name: str, layout: str) -> set[str]:
-    found = {mutation.name for mutation in MUTATIONS if ONLY.get(mutation.name, name) == name}
+    found = {mutation.name for mutation in MUTATIONS if ONLY.get(mutation.name, name) == name} - INT4_ALONE
     if name == "nemotronh-nvfp4":
         found -= NOT_GATED
     if layout not in ("flashinfer-trtllm", "flashinfer-cutedsl") or (

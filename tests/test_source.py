@@ -31,7 +31,6 @@ from nvfp4prep.source import (
     read_part,
     read_slice,
     read_tensor,
-    verify_unchanged,
 )
 from nvfp4prep.survey import read_values
 
@@ -320,16 +319,16 @@ def test_reading_past_a_tensor(folder: Path) -> None:
 
 def test_shards_that_change_are_noticed(folder: Path) -> None:
     source = open_source(str(folder))
-    verify_unchanged(source)
+    source.verify_unchanged()
     first, second = sorted(source.shards)
     os.utime(folder / second, ns=(0, 0))
     os.close(source.open_shard(first))
-    for check in (lambda: source.open_shard(second), lambda: verify_unchanged(source)):
+    for check in (lambda: source.open_shard(second), lambda: source.verify_unchanged()):
         with pytest.raises(EnvironmentFault, match=f"{second}: changed since its header was read"):
             check()
     (folder / second).unlink()
     with pytest.raises(EnvironmentFault, match=f"{second}: gone since its header was read"):
-        verify_unchanged(source)
+        source.verify_unchanged()
 
 
 # --- scale values in few reads ------------------------------------------------------------------------------------

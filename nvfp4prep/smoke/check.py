@@ -146,8 +146,9 @@ def choose_backend(target: Target, asked: str) -> tuple[str, Run, str | None, Ma
     backend = kernels.for_layout(target.layout) if asked == "auto" else kernels.BACKENDS[asked]
     if asked != "auto":
         assert backend is not None
-        if target.layout != backend.LAYOUT:
-            raise UsageFault(f"--backend {asked} runs {backend.LAYOUT}, not {target.layout}; name the target")
+        if target.layout not in backend.LAYOUTS:
+            runs = " and ".join(backend.LAYOUTS)
+            raise UsageFault(f"--backend {asked} runs {runs}, not {target.layout}; name the target")
         reason = backend.available()
         if reason is not None:
             raise EnvironmentFault(f"--backend {asked}: {reason}")

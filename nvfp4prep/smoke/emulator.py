@@ -649,6 +649,23 @@ class _WeightOnlyInt4(_OneAlpha):
 
 
 class _MarlinInt4(_WeightOnlyInt4):
+    def run(self, position: int, x: Tensor) -> Stages:
+        """One group along K is a scale per column, which multiplies what the kernel has already rounded."""
+        rounding = self.rounding
+
+        def gemm(a: Tensor, matrix: _Codes, point: str) -> Tensor:
+            if matrix.scales.shape[1] > 1:
+                return rounding.at(point, _linear(a, rounding.at("weight", matrix.values(self.table))))
+            codes = replace(matrix, scales=torch.ones_like(matrix.scales)).values(self.table)
+            return rounding.at(point, rounding.at(point, _linear(a, codes)) * matrix.scales[:, 0].to(_F32))
+
+        gate_codes, up_codes, down_codes = self.codes(position)
+        a = self.entering(x)
+        up = gemm(a, up_codes, "gemm1")
+        gate = None if gate_codes is None else gemm(a, gate_codes, "gemm1")
+        between = rounding.at("activation", self.activate(gate, up, position))
+        return Stages(gate, up, between, gemm(between, down_codes, "gemm2"))
+
     def matrix(self, weight: Tensor, scale: Tensor, rows: Tensor, columns: int) -> _Int4:
         """Columns `rows` of I32 [K/16, 2N]; scales [K/g, N]."""
         found = _marlin_codes(weight, weight.view(torch.uint8), rows).nibbles

@@ -25,6 +25,9 @@ from nvfp4prep.smoke.rounding import FOLDED, NO_ROUNDING, Rounding, weighted_sum
 from nvfp4prep.source import Source, read_tensor, refuse
 from nvfp4prep.targets import Activations, Target
 
+_Columns = tuple[Tensor | None, Tensor | None, Tensor | None]
+_NO_COLUMNS: _Columns = (None, None, None)
+
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -95,6 +98,7 @@ def exact(
     def expert(e: int, token: Tensor) -> tuple[Tensor, Tensor | None]:
         logical = layer.expert(e)
         folded = points.folded and logical.down_bias is None
+        logical, columns = _column_scales(logical) if points.column else (logical, _NO_COLUMNS)
         weights = weights_of(
             logical, replace(scales, down=torch.full_like(scales.down, 1 / FOLDED)) if folded else scales, e
         )
@@ -106,7 +110,7 @@ def exact(
                 quantisers = _quantiser(first[e]), _quantiser(second[e])
             else:
                 quantisers = _to_e4m3(first[e], scales.w13_factors), _to_e4m3(second[e], scales.w2_factors)
-        out = _expert(weights, layer.activation, x[token], quantisers, points)
+        out = _expert(weights, layer.activation, x[token], quantisers, points, columns)
         return out, scales.down[e].to(x.device) * FOLDED if folded else None
 
     return weighted_sum(routing, range(layer.expert_count), x.shape[0], layer.hidden, expert, rounding)
@@ -150,15 +154,31 @@ def _to_e4m3(scale: Tensor, factors: Tensor | None) -> Callable[[Tensor], Tensor
     return lambda x: encode_e4m3(x.to(torch.bfloat16) * multiplier.to(x.device)).to(torch.float32) * scale.to(x.device)
 
 
+def _column_scales(expert: Expert) -> tuple[Expert, _Columns]:
+    """int4 matrices with one group along K without their scale, and that scale of gate, up and down, [N]."""
+
+    def without(matrix: Matrix) -> tuple[Matrix, Tensor | None]:
+        if not matrix.is_int4 or matrix.scale.shape[1] > 1:
+            return matrix, None
+        return replace(matrix, scale=torch.ones_like(matrix.scale)), matrix.scale[:, 0].to(torch.float32)
+
+    gate, gate_column = (None, None) if expert.gate is None else without(expert.gate)
+    (up, up_column), (down, down_column) = without(expert.up), without(expert.down)
+    return replace(expert, gate=gate, up=up, down=down), (gate_column, up_column, down_column)
+
+
 def _expert(
     weights: Weights,
     activation: Activation,
     x: Tensor,
     quantisers: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]],
     rounding: Rounding,
+    columns: _Columns = _NO_COLUMNS,
 ) -> Tensor:
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, point: str) -> Tensor:
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, point: str, column: Tensor | None) -> Tensor:
         out = x @ rounding.at("weight", weight.to(x.device)).T
+        if column is not None:
+            out = rounding.at(point, out) * column.to(x.device)
         if bias is None:
             return rounding.at(point, out)
         if rounding.early_bias:
@@ -167,10 +187,10 @@ def _expert(
 
     # 16-bit activations: no loss for BF16, an FP16 kernel's for FP16.
     entering = quantisers[0](x.to(rounding.dtype).to(torch.float32))
-    gate = None if weights.gate is None else linear(entering, weights.gate, weights.gate_bias, "gemm1")
-    up = linear(entering, weights.up, weights.up_bias, "gemm1")
+    gate = None if weights.gate is None else linear(entering, weights.gate, weights.gate_bias, "gemm1", columns[0])
+    up = linear(entering, weights.up, weights.up_bias, "gemm1", columns[1])
     between = rounding.at("activation", activate(activation, gate, up, rounding))
-    return linear(quantisers[1](between), weights.down, weights.down_bias, "gemm2")
+    return linear(quantisers[1](between), weights.down, weights.down_bias, "gemm2", columns[2])
 
 
 def activate(activation: Activation, gate: Tensor | None, up: Tensor, rounding: Rounding = NO_ROUNDING) -> Tensor:

@@ -26,7 +26,8 @@ class Rounding:
     clamp. `activation`: the activation's output. `gemm2`: an expert's output. `routing`: the routing weight.
     `weighted`: output times weight, before the sum. `folded`: GEMM2's alpha is not in an expert's output but multiplied
     into the routing weight, before that is rounded; with a bias it is not, and weighting is F32. `weight`: code times
-    group scale of int4.
+    group scale of int4; `column`: except where one group spans all of K, whose scale multiplies the rounded output of
+    the codes and is rounded once more.
     """
 
     gemm1: bool = False
@@ -39,6 +40,7 @@ class Rounding:
     weighted: bool = False
     folded: bool = False
     weight: bool = False
+    column: bool = False
     dtype: torch.dtype = torch.bfloat16
 
     def at(self, point: str, x: Tensor) -> Tensor:
@@ -70,9 +72,10 @@ ROUNDING: Mapping[str, Rounding] = {
     "vllm-marlin": Rounding(
         gemm1=True, bias=True, silu=True, activation=True, gemm2=True, routing=True, weighted=True, folded=True
     ),
-    # The same kernel without a global scale; weights are code times scale in 16-bit registers.
+    # The same kernel without a global scale; weights are code times scale in 16-bit registers, except for one group:
+    # `write_result` multiplies what it has rounded. Golden int4_g128 and int4_g128_single.
     "vllm-marlin-int4": Rounding(
-        gemm1=True, silu=True, activation=True, gemm2=True, routing=True, weighted=True, weight=True
+        gemm1=True, silu=True, activation=True, gemm2=True, routing=True, weighted=True, weight=True, column=True
     ),
     # `fused_moe_kernel_gptq_awq`: dequantised weights are cast before the dot product, the F32 accumulator is
     # multiplied by the F32 routing weight and cast.

@@ -16,7 +16,7 @@ from torch import Tensor
 from nvfp4prep import packing
 from nvfp4prep.errors import InputRefused
 from nvfp4prep.findings import Finding
-from nvfp4prep.layouts import marlin_repack
+from nvfp4prep.layouts import flashinfer_mxint4, marlin_repack
 from nvfp4prep.layouts.logical import Expert, LayoutError, Matrix, Scales
 from nvfp4prep.layouts.permutations import (
     put_rows,
@@ -27,6 +27,8 @@ from nvfp4prep.layouts.permutations import (
 )
 from nvfp4prep.plan import Rank
 from nvfp4prep.schema import MoeLayer
+from nvfp4prep.smoke import selftest_int4
+from nvfp4prep.smoke.breaking import mapped, on_bytes, with_scales, with_weights
 from nvfp4prep.smoke.check import (
     Expectation,
     Row,
@@ -39,6 +41,7 @@ from nvfp4prep.smoke.check import (
     layer_problems,
 )
 from nvfp4prep.smoke.layer import LogicalLayer, PackedLayer, Routing, Run
+from nvfp4prep.smoke.selftest_int4 import NO_GLOBAL_SCALE, is_int4
 
 _MOST_TOKENS = 128
 _MARLIN = "vllm-marlin"
@@ -98,6 +101,8 @@ def _swap_halves(layer: PackedLayer) -> PackedLayer | str:
 
 
 def _gate_scale_for_up(layer: PackedLayer) -> PackedLayer | str:
+    if is_int4(layer):
+        return NO_GLOBAL_SCALE
     if layer.scales.gate is None:
         return "not gated: there is no gate"
     if torch.equal(layer.scales.gate, layer.scales.up):
@@ -105,10 +110,12 @@ def _gate_scale_for_up(layer: PackedLayer) -> PackedLayer | str:
     return _rescaled(layer, replace(layer.scales, up=layer.scales.gate))
 
 
-def _unswizzled(layer: PackedLayer) -> PackedLayer:
+def _unswizzled(layer: PackedLayer) -> PackedLayer | str:
+    if is_int4(layer):
+        return selftest_int4.scales_as_stored(layer)
     if layer.target.layout == _MARLIN:
-        return _with_scales(layer, _natural_columns)
-    return _with_scales(layer, lambda scale: unswizzle(scale, *scale.shape))
+        return with_scales(layer, lambda name, scale: _natural_columns(scale))
+    return with_scales(layer, lambda name, scale: unswizzle(scale, *scale.shape))
 
 
 def _natural_columns(scale: Tensor) -> Tensor:
@@ -124,7 +131,9 @@ def _unshuffled(layer: PackedLayer) -> PackedLayer | str:
         return _with_rows(layer, separate_halves, ("w13_weight", "w13_weight_scale"))
     if layer.target.layout == _TRTLLM:
         return _with_rows(layer, lambda rows: put_rows(rows, row_shuffle(rows.shape[0])), tuple(layer.packed))
-    return _PLAIN_ROWS
+    if layer.target.layout == flashinfer_mxint4.NAME:
+        return selftest_int4.rows_as_stored(layer)
+    return selftest_int4.OTHER_ORDER.get(layer.target.layout, _PLAIN_ROWS)
 
 
 def _with_rows(layer: PackedLayer, change: Callable[[Tensor], Tensor], names: tuple[str, ...]) -> PackedLayer:
@@ -135,24 +144,23 @@ def _with_rows(layer: PackedLayer, change: Callable[[Tensor], Tensor], names: tu
             return value
         return swizzle(change(unswizzle(value, *value.shape))) if name.endswith("scale") else change(value)
 
-    return _mapped(layer, moved)
+    return mapped(layer, moved)
 
 
 def _swap_nibbles(layer: PackedLayer) -> PackedLayer:
-    def swapped(name: str, value: Tensor) -> Tensor:
-        if not name.endswith("_weight"):
-            return value
-        pairs = value.contiguous().view(torch.uint8)
-        return (pairs >> 4 | pairs << 4).view(value.dtype)
-
-    return _mapped(layer, swapped)
+    return with_weights(layer, lambda weight: on_bytes(weight, lambda pairs: pairs >> 4 | pairs << 4))
 
 
-def _reciprocal(layer: PackedLayer) -> PackedLayer:
+def _reciprocal(layer: PackedLayer) -> PackedLayer | str:
+    if is_int4(layer):
+        return NO_GLOBAL_SCALE
     return _rescaled(layer, _each(layer.scales, lambda scale: 1 / scale))
 
 
-def _f16_as_f32(layer: PackedLayer) -> PackedLayer:
+def _f16_as_f32(layer: PackedLayer) -> PackedLayer | str:
+    if is_int4(layer):
+        return NO_GLOBAL_SCALE
+
     def misread(scale: Tensor) -> Tensor:
         bits = scale.to(torch.float16).view(torch.int16).to(torch.int32) << 16
         return bits.view(torch.float32)
@@ -161,6 +169,8 @@ def _f16_as_f32(layer: PackedLayer) -> PackedLayer:
 
 
 def _another_input_scale(layer: PackedLayer) -> PackedLayer | str:
+    if is_int4(layer):
+        return selftest_int4.another_input_scale(layer)
     if not layer.target.module.REQUIRES.input_scales or layer.scales.w13_input is None:
         return "weight-only: the kernel takes no input scale"
     raw = layer.scalars.get("raw_input_scale", layer.scales.w13_input)
@@ -191,23 +201,27 @@ def _dirty_padding(layer: PackedLayer) -> PackedLayer | str:
     ones = {"_weight": 0x22, "_scale": 0xB8 if layer.target.layout == _MARLIN else 0x38}  # 1.0, twice for FP4
 
     def filled(name: str, value: Tensor) -> Tensor:
-        if "bias" in name:
+        if value.is_floating_point():  # biases, and int4's group scales
             return torch.where(marked[name] == 0, 1.0, value)
         fill = next(code for end, code in ones.items() if name.endswith(end))
         data = value.contiguous().view(torch.uint8)
         return torch.where(marked[name].contiguous().view(torch.uint8) == 0, fill, data).view(value.dtype)
 
-    return _mapped(layer, filled)
+    return mapped(layer, filled)
 
 
 def _marked(layer: PackedLayer) -> dict[str, Tensor]:
-    """An expert's tensors with something that is not zero in every byte (biases: value) that is no padding."""
+    """An expert's tensors with something that is not zero in every byte (floats: value) that is no padding."""
     geometry = layer.geometry
+    dtypes = {"BF16": torch.bfloat16, "F16": torch.float16}
     inner, hidden = geometry.intermediate, geometry.hidden
 
     def full(rows: int, columns: int) -> Matrix:
-        codes = torch.full((rows, columns // 16), 0x7E, dtype=torch.uint8)
-        return Matrix(torch.full((rows, columns // 2), 0xFF, dtype=torch.uint8), codes)
+        weight = torch.full((rows, columns // 2), 0xFF, dtype=torch.uint8)
+        if is_int4(layer):
+            ones = torch.ones(rows, columns // geometry.group, dtype=dtypes[geometry.scale_dtype])
+            return Matrix(weight, ones, geometry.group)
+        return Matrix(weight, torch.full((rows, columns // 16), 0x7E, dtype=torch.uint8))
 
     gated = geometry.gated
     biases = (torch.ones(inner) if gated else None, torch.ones(inner), torch.ones(hidden)) if geometry.biased else ()
@@ -227,6 +241,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("F16 bits read as F32", "a scale reinterpreted, not widened", _f16_as_f32),
     Mutation("one expert zeroed", "an expert that was never loaded", _zero_expert),
     Mutation("padding not zero", "memory that nobody cleared", _dirty_padding),
+    Mutation("weights not interleaved", "int4 weights copied as they are stored", selftest_int4.weights_as_stored),
+    Mutation(
+        "offset of 8 forgotten", "signed codes read as unsigned, or the reverse", selftest_int4.codes_without_offset
+    ),
+    Mutation(
+        "16-bit scales misread", "BF16 bits taken for FP16, or the reverse", selftest_int4.scales_of_the_other_type
+    ),
+    Mutation("scale order by I", "the order of w13's group scales chosen by w2's groups", selftest_int4.order_by_inner),
+    Mutation("pre_quant_scale ignored", "AWQ's factors never applied", selftest_int4.factors_ignored),
     Mutation(
         "routing factor twice", "routed_scaling_factor applied by router and by kernel", lambda layer: layer, True
     ),
@@ -234,19 +257,6 @@ MUTATIONS: tuple[Mutation, ...] = (
 
 
 # --- what mutations are made of ---------------------------------------------------------------------------------------
-
-
-def _mapped(layer: PackedLayer, change: Callable[[str, Tensor], Tensor]) -> PackedLayer:
-    """Every expert's tensors changed by name."""
-    packed = {
-        name: torch.stack([change(name, stacked[position]) for position in range(len(layer.experts))])
-        for name, stacked in layer.packed.items()
-    }
-    return replace(layer, packed=packed)
-
-
-def _with_scales(layer: PackedLayer, change: Callable[[Tensor], Tensor]) -> PackedLayer:
-    return _mapped(layer, lambda name, value: change(value) if name.endswith("scale") else value)
 
 
 def _repacked(layer: PackedLayer, change: Callable[[Expert], Expert]) -> PackedLayer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -49,21 +48,20 @@ class Mapped:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._files: dict[str, mmap.mmap] = {}
+        self._maps = source.maps()
 
     def __call__(self, key: str, index: int | None = None) -> Tensor:
         """A tensor by key, or its slice along the first dimension; E4M3 as U8 codes."""
         info = self._source.tensors[key]
-        if info.file not in self._files:
-            with (self._source.root / info.file).open("rb") as file:
-                self._files[info.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         dtype = DTYPES[info.dtype]
-        count = info.nbytes // dtype.itemsize
-        if count == 0:
-            return torch.empty(info.shape if index is None else info.shape[1:], dtype=dtype)
-        flat = torch.frombuffer(self._files[info.file], dtype=torch.uint8, offset=info.start, count=info.nbytes)
-        whole = (flat if info.start % dtype.itemsize == 0 else flat.clone()).view(dtype).view(info.shape)
-        return whole if index is None else whole[index]
+        shape = info.shape if index is None else info.shape[1:]
+        if info.nbytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        length = info.nbytes if index is None else info.nbytes // info.shape[0]
+        start = info.start if index is None else info.start + index * length
+        mapped = self._maps(info.file, start, length)
+        flat = torch.frombuffer(mapped, dtype=torch.uint8, offset=start, count=length)
+        return (flat if start % dtype.itemsize == 0 else flat.clone()).view(dtype).view(shape)
 
 
 def _copied(read: Callable[[str, int | None], Tensor]) -> Read:

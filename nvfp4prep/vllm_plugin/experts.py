@@ -20,6 +20,7 @@ from vllm.model_executor.utils import weights_already_processed
 from nvfp4prep.errors import UsageFault
 from nvfp4prep.layouts import LAYOUTS
 from nvfp4prep.loading import PackedCheckpoint, PackedExperts, PackedLayer
+from nvfp4prep.schema import Format
 from nvfp4prep.serving import METHOD, Module, Running, check_module, check_running
 
 _SETTLED = ("g1_scale_c", "gemm1_clamp_limit", "gemm1_alpha", "gemm1_beta")
@@ -52,6 +53,7 @@ class PackedMoE(ModelOptNvFp4FusedMoE):
         backends = {
             map_nvfp4_backend(rules.backend): rules.backend
             for found in LAYOUTS.values()
+            if found.REQUIRES.format is Format.NVFP4
             for rules in (found.REQUIRES.engines["vllm"],)
         }
         running = Running(

@@ -16,10 +16,10 @@ from nvfp4prep.smoke.layer import PackedLayer, Routing
 
 
 class Backend(Protocol):
-    """What a backend module offers. `LAYOUT` is the layout whose packed tensors it runs."""
+    """What a backend module offers. `LAYOUTS` are the layouts whose packed tensors it runs."""
 
     NAME: str
-    LAYOUT: str
+    LAYOUTS: tuple[str, ...]
 
     def available(self) -> str | None: ...
     def run(self, layer: PackedLayer, x: Tensor, routing: Routing) -> Tensor: ...
@@ -31,5 +31,5 @@ BACKENDS: Mapping[str, Backend] = {backend.NAME: backend for backend in _MODULES
 
 
 def for_layout(layout: str) -> Backend | None:
-    """The backend that runs a layout's kernel; None where there is none (vllm-cutlass)."""
-    return next((backend for backend in _MODULES if layout == backend.LAYOUT), None)
+    """The backend that runs a layout's kernel; None where there is none (vllm-cutlass, int4 other than Marlin's)."""
+    return next((backend for backend in _MODULES if layout in backend.LAYOUTS), None)

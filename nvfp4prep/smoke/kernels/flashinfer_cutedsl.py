@@ -19,7 +19,7 @@ from nvfp4prep.smoke.kernels import common
 from nvfp4prep.smoke.layer import PackedLayer, Routing
 
 NAME = "flashinfer-cutedsl"
-LAYOUT = layout.NAME
+LAYOUTS: tuple[str, ...] = (layout.NAME,)
 
 _PACKAGES = common.FLASHINFER | {"cutlass": "pip install nvidia-cutlass-dsl", "triton": "pip install triton"}
 

@@ -18,7 +18,7 @@ from nvfp4prep.smoke.kernels import common
 from nvfp4prep.smoke.layer import PackedLayer, Routing
 
 NAME = "flashinfer-cutlass"
-LAYOUT = layout.NAME
+LAYOUTS: tuple[str, ...] = (layout.NAME,)
 
 
 def available() -> str | None:

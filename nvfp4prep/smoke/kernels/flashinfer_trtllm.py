@@ -18,7 +18,7 @@ from nvfp4prep.smoke.kernels import common
 from nvfp4prep.smoke.layer import PackedLayer, Routing
 
 NAME = "flashinfer-trtllm"
-LAYOUT = layout.NAME
+LAYOUTS: tuple[str, ...] = (layout.NAME,)
 
 _NOT_USED = 1
 """routing_method_type: the kernel doesn't read it when routing is given; the value that vLLM passes."""

@@ -9,6 +9,9 @@ between versions.
 With biases the routing weight is applied here, after GEMM2, not by the kernel: told to multiply, it adds the bias to
 the raw accumulator and multiplies both by weight · global scale (vLLM's `marlin_template.h`, `write_result`), so that
 the bias comes out about 2^106 times too large. Without biases the two orders mean the same.
+
+int4 goes through the same op with another type id and without a global scale. The op takes the size of a group from
+the shape of the scales, [E, K/g, N]; one group for all of K is a scale per column.
 Sources: vLLM 0.24.0 `marlin_moe.py` and the op's schema, checks and kernel in `csrc/.../marlin_moe_wna16`.
 """
 
@@ -27,19 +30,19 @@ from torch.nn.functional import silu
 
 from nvfp4prep.errors import EnvironmentFault
 from nvfp4prep.header import header_length, parse_header
-from nvfp4prep.layouts import vllm_marlin as layout
+from nvfp4prep.layouts import int4, vllm_marlin, vllm_marlin_int4
 from nvfp4prep.layouts.logical import Activation, Engine, Expert, LayerFacts, Matrix, Scales, plan_geometry
 from nvfp4prep.smoke.kernels import common
 from nvfp4prep.smoke.layer import PackedLayer, Routing
 from nvfp4prep.targets import Target
 
 NAME = "marlin"
-LAYOUT = layout.NAME
+LAYOUTS: tuple[str, ...] = (vllm_marlin.NAME, vllm_marlin_int4.NAME)
 LIBRARY_VARIABLE = "NVFP4PREP_MOE_LIBRARY"
 TESTED = "vLLM 0.24.0"
 
-_E2M1 = 562949953487106
-"""vLLM's ScalarType id of float4_e2m1f."""
+_TYPE_IDS: Mapping[str, int] = {vllm_marlin.NAME: 562949953487106, vllm_marlin_int4.NAME: 1125899907892224}
+"""vLLM's ScalarType ids of float4_e2m1f and uint4b8, by layout."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -88,7 +91,7 @@ def available() -> str | None:
     """None if the kernel can run here, else why not and what to install. Loads the library."""
     present = common.capability()
     if present is None or int(present[2:]) < 75:
-        return f"{layout.REQUIRES.kernel} needs a GPU of SM75 or newer; {common.found_instead(present)}"
+        return f"{vllm_marlin.REQUIRES.kernel} needs a GPU of SM75 or newer; {common.found_instead(present)}"
     return _load()
 
 
@@ -189,7 +192,7 @@ def stages(
     """Both GEMMs of a layer. `kernel_weighs`: GEMM2 multiplies by the routing weights (default: unless biased)."""
     dtype = _DTYPES[layer.facts.activation_dtype]
     packed, scalars = common.moved(layer.packed, where), common.moved(layer.scalars, where)
-    tensors = layout.kernel_args(packed, scalars, {})
+    tensors = layer.target.module.kernel_args(packed, scalars, {})
     hidden_states = common.padded_input(layer, x, where, dtype)
     weights = common.expert_weights(routing, where)
     tokens, top_k = weights.shape
@@ -198,7 +201,7 @@ def stages(
     block = block or block_rows(tokens, top_k, len(layer.experts))
     sorted_ids, expert_ids, total = moe_align(local, len(layer.experts), block)
     if kernel_weighs is None:
-        kernel_weighs = tensors["bias2"] is None
+        kernel_weighs = tensors.get("bias2") is None
     shared = {
         "a_scales": None,
         "b_zeros": None,
@@ -209,7 +212,7 @@ def stages(
         "num_tokens_past_padded": total,
         "topk_weights": weights,
         "moe_block_size": block,
-        "b_type_id": _E2M1,
+        "b_type_id": _TYPE_IDS[layer.target.layout],
         "is_full_k": True,
         "use_atomic_add": False,
         "use_fp32_reduce": True,
@@ -220,7 +223,7 @@ def stages(
     }
 
     def gemm(number: int, a: Tensor, columns: int, top_k: int, mul_topk_weights: bool) -> Tensor:
-        bias = tensors[f"bias{number}"]
+        bias = tensors.get(f"bias{number}")
         output = torch.full((tokens * weights.shape[1], columns), torch.nan, dtype=dtype, device=where)
         if len(sorted_ids) == 0:  # nothing for this rank: the kernel is not made for no blocks
             return output
@@ -230,7 +233,7 @@ def stages(
             "b_q_weight": tensors[f"w{number}"],
             "b_bias": None if bias is None else bias.to(dtype),
             "b_scales": tensors[f"w{number}_scale"],
-            "global_scale": tensors[f"global_scale{number}"],
+            "global_scale": tensors.get(f"global_scale{number}"),
             "workspace": _workspace(where),
             "top_k": top_k,
             "mul_topk_weights": mul_topk_weights,
@@ -292,7 +295,7 @@ def run(layer: PackedLayer, x: Tensor, routing: Routing) -> Tensor:
 
 # --- golden vectors ---------------------------------------------------------------------------------------------------
 
-GOLDEN_CASES = ("nvfp4", "nvfp4_rescaled")
+GOLDEN_CASES = ("nvfp4", "nvfp4_rescaled", "int4_g128", "int4_g128_single")
 _STORED = {
     "F8_E4M3": torch.uint8,
     "U8": torch.uint8,
@@ -314,35 +317,46 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def golden_layer(golden: Mapping[str, Tensor]) -> tuple[PackedLayer, Tensor, Routing]:
-    """A golden case's layer, packed from its logical tensors by this project, its x and its routing."""
-    nibbles13, codes13 = golden["w13_packed_nibbles"], golden["w13_scale"]
-    nibbles2, codes2 = golden["w2_packed_nibbles"], golden["w2_scale"]
-    half = nibbles13.shape[1] // 2
-    facts = layout.with_factors(LayerFacts(), int(codes13.max()), int(codes2.max()))
+    """A golden case's layer, packed from its logical tensors by this project, its x and its routing.
+
+    NVFP4 has E4M3 codes and a global scale, int4 BF16 group scales and codes stored + 8.
+    """
+    is_int4 = golden["w13_scale"].is_floating_point()
+    nibbles13, scale13 = golden["w13_packed_nibbles"], golden["w13_scale"]
+    nibbles2, scale2 = golden["w2_packed_nibbles"], golden["w2_scale"]
+    count, half, hidden = len(nibbles13), nibbles13.shape[1] // 2, 2 * nibbles13.shape[2]
+    group = hidden // scale13.shape[2]
+    target = Target(vllm_marlin_int4.NAME if is_int4 else vllm_marlin.NAME)
+    facts, ones = LayerFacts(), torch.ones(count)
+    scales = Scales(ones, ones, ones, None, None)
+    if not is_int4:
+        facts = vllm_marlin.with_factors(facts, int(scale13.max()), int(scale2.max()))
+        scales = Scales(golden["w13_global_scale"], golden["w13_global_scale"], golden["w2_global_scale"], None, None)
     geometry = plan_geometry(
-        layout.REQUIRES,
+        target.module.REQUIRES,
         "vllm",
-        experts=len(nibbles13),
-        hidden=2 * nibbles13.shape[2],
+        experts=count,
+        hidden=hidden,
         intermediate=half,
         gated=True,
         biased=False,
+        group=group,
     )
     packed = []
-    for e in range(len(nibbles13)):
-        gate = Matrix(nibbles13[e, :half], codes13[e, :half])
-        up = Matrix(nibbles13[e, half:], codes13[e, half:])
-        packed.append(layout.pack(Expert(gate, up, Matrix(nibbles2[e], codes2[e])), geometry, facts))
-    scales = Scales(golden["w13_global_scale"], golden["w13_global_scale"], golden["w2_global_scale"], None, None)
+    for e in range(count):
+        gate = Matrix(nibbles13[e, :half], scale13[e, :half], group)
+        up = Matrix(nibbles13[e, half:], scale13[e, half:], group)
+        expert = Expert(gate, up, Matrix(nibbles2[e], scale2[e], group))
+        packed.append(target.module.pack(int4.with_offset(expert) if is_int4 else expert, geometry, facts))
     activation = Activation("silu")
     layer = PackedLayer(
-        target=Target(layout.NAME),
+        target=target,
         geometry=geometry,
         activation=activation,
         facts=facts,
-        experts=range(len(packed)),
+        experts=range(count),
         packed={name: torch.stack([tensors[name] for tensors in packed]) for name in packed[0]},
-        scalars=layout.scalars(scales, activation, facts),
+        scalars=target.module.scalars(scales, activation, facts),
         scales=scales,
     )
     return layer, golden["x"], Routing(golden["topk_ids"].long(), golden["topk_weights"])
