@@ -21,6 +21,8 @@ _VALUES = torch.tensor([*E4M3_VALUES, float("nan")], dtype=torch.float64)
 _LARGEST = len(E4M3_VALUES) - 1
 _LIMITS = torch.tensor([(low + high) / 2 for low, high in pairwise((*E4M3_VALUES, 480.0))], dtype=torch.float64)
 """Between neighbouring values; the last between 448 and what would follow it."""
+_FOLDED_AT_ONCE = 1 << 16
+"""Block scales, whose products take some MB then."""
 
 
 def half_of(codes: torch.Tensor, half: int, order: GateUpOrder | None) -> torch.Tensor:
@@ -78,6 +80,19 @@ def fold_codes(
         LayoutError: a product that rounds beyond 448, or a NaN, with its place.
     """
     old, new = (1.0, 1.0) if rescale is None else (rescale.old[0][0], rescale.new[0])
+    step = max(1, _FOLDED_AT_ONCE // max(codes.shape[1], 1))
+    total, folded = RescaleCounts(), torch.empty_like(codes)
+    for first in range(0, codes.shape[0], step):
+        rows = slice(first, first + step)
+        folded[rows], counts = _fold_rows(codes[rows], factors[rows], old, new, first)
+        total += counts
+    return folded, total
+
+
+def _fold_rows(
+    codes: torch.Tensor, factors: torch.Tensor, old: float, new: float, first: int
+) -> tuple[torch.Tensor, RescaleCounts]:
+    """`fold_codes` of some rows, from row `first` on. Raises LayoutError."""
     magnitude = codes & 0x7F
     before = _VALUES[magnitude.to(torch.int64)]
     exact = before * factors.to(torch.float64).abs()[:, None] * old
@@ -89,7 +104,7 @@ def fold_codes(
     if bool(lost.any()):
         row, block = (int(i) for i in lost.nonzero()[0])
         text = f"{float(before[row, block] * old / new):g} times down's pre_quant_scale {float(factors[row]):g}"
-        raise LayoutError(f"up's block scale {text} at [{row}, {block}] does not fit E4M3")
+        raise LayoutError(f"up's block scale {text} at [{first + row}, {block}] does not fit E4M3")
     rounded = _VALUES[nearest] * new
     error = torch.where(exact == 0, 0.0, (rounded - exact).abs() / exact)
     normal = magnitude >= E4M3_SMALLEST_NORMAL_CODE

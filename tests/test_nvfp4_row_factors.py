@@ -22,6 +22,7 @@ from oracle import E2M1, E4M3
 from runner import run
 from safetensors.torch import load_file
 
+from nvfp4prep import blockscales
 from nvfp4prep.blockscales import fold_codes
 from nvfp4prep.journal import Outcome, finished, line
 from nvfp4prep.layouts.logical import LayoutError
@@ -97,6 +98,19 @@ def test_products_are_rounded_once(rescale: Rescale | None) -> None:
     expected, told = folded_rows(codes, factors, old, new)
     assert torch.equal(ours, expected)
     assert same_counts(counts, told) and 0 < told.inexact < codes.numel() and told.became_zero > 100
+
+
+def test_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts of whole rows: the same codes and counts, and places counted from the first row."""
+    codes = torch.randint(0, 0x70, (37, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    factors = torch.linspace(0.1, 1, 37)
+    whole = fold_codes(codes, factors, None)
+    monkeypatch.setattr(blockscales, "_FOLDED_AT_ONCE", 12)
+    parts = fold_codes(codes, factors, None)
+    assert torch.equal(parts[0], whole[0]) and parts[1] == whole[1] and whole[1].blocks == 185
+    factors[33] = float("nan")
+    with pytest.raises(LayoutError, match=r"at \[33, 0\]"):
+        fold_codes(codes, factors, None)
 
 
 def test_ties_go_to_the_even_code() -> None:
