@@ -1,11 +1,28 @@
-"""Applies a rescale to E4M3 block scales, code by code through a table, and counts what changed."""
+"""Changes E4M3 block scales and counts what changed: a rescale through a table, factors of rows by multiplying."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
-from nvfp4prep.scales import Rescale, RescaleCounts, count_rescale, rescale_table
+from nvfp4prep.layouts.logical import LayoutError
+from nvfp4prep.scales import (
+    E4M3_SMALLEST_NORMAL_CODE,
+    E4M3_VALUES,
+    Rescale,
+    RescaleCounts,
+    count_rescale,
+    rescale_table,
+)
 from nvfp4prep.schema import GateUpOrder
+
+_VALUES = torch.tensor([*E4M3_VALUES, float("nan")], dtype=torch.float64)
+_LARGEST = len(E4M3_VALUES) - 1
+_LIMITS = torch.tensor([(low + high) / 2 for low, high in pairwise((*E4M3_VALUES, 480.0))], dtype=torch.float64)
+"""Between neighbouring values; the last between 448 and what would follow it."""
+_FOLDED_AT_ONCE = 1 << 16
+"""Block scales, whose products take some MB then."""
 
 
 def half_of(codes: torch.Tensor, half: int, order: GateUpOrder | None) -> torch.Tensor:
@@ -41,3 +58,62 @@ def rescale_codes(codes: torch.Tensor, rescale: Rescale, expert: int) -> Rescale
         table = torch.frombuffer(bytearray(rescale_table(old, new)), dtype=torch.uint8)
         view.copy_(table[index])
     return total
+
+
+def fold_codes(
+    codes: torch.Tensor, factors: torch.Tensor, rescale: Rescale | None
+) -> tuple[torch.Tensor, RescaleCounts]:
+    """up's block scales with down's pre_quant_scale of each row multiplied in, and a rescale besides, rounded once.
+
+    To the nearest E4M3 value, half to even; a product's sign is kept. Exact: value, factor and global scale have at
+    most 4 + 24 + 24 significant bits, so float64 compares products with limits exactly.
+
+    Args:
+        codes: U8 [I, H / 16] codes of E4M3 block scales.
+        factors: F32 [I].
+        rescale: of this tensor, not applied yet, or None.
+
+    Returns:
+        U8 codes in the shape given, and counts as of a rescale; errors are those of the single rounding.
+
+    Raises:
+        LayoutError: a product that rounds beyond 448, or a NaN, with its place.
+    """
+    old, new = (1.0, 1.0) if rescale is None else (rescale.old[0][0], rescale.new[0])
+    step = max(1, _FOLDED_AT_ONCE // max(codes.shape[1], 1))
+    total, folded = RescaleCounts(), torch.empty_like(codes)
+    for first in range(0, codes.shape[0], step):
+        rows = slice(first, first + step)
+        folded[rows], counts = _fold_rows(codes[rows], factors[rows], old, new, first)
+        total += counts
+    return folded, total
+
+
+def _fold_rows(
+    codes: torch.Tensor, factors: torch.Tensor, old: float, new: float, first: int
+) -> tuple[torch.Tensor, RescaleCounts]:
+    """`fold_codes` of some rows, from row `first` on. Raises LayoutError."""
+    magnitude = codes & 0x7F
+    before = _VALUES[magnitude.to(torch.int64)]
+    exact = before * factors.to(torch.float64).abs()[:, None] * old
+    limits = _LIMITS * new
+    nearest = torch.searchsorted(limits, exact)  # limits[nearest - 1] < exact <= limits[nearest]
+    tie = limits[nearest.clamp(max=_LARGEST)] == exact
+    nearest += tie & (nearest % 2 == 1)
+    lost = torch.isnan(exact) | (nearest > _LARGEST)
+    if bool(lost.any()):
+        row, block = (int(i) for i in lost.nonzero()[0])
+        text = f"{float(before[row, block] * old / new):g} times down's pre_quant_scale {float(factors[row]):g}"
+        raise LayoutError(f"up's block scale {text} at [{first + row}, {block}] does not fit E4M3")
+    rounded = _VALUES[nearest] * new
+    error = torch.where(exact == 0, 0.0, (rounded - exact).abs() / exact)
+    normal = magnitude >= E4M3_SMALLEST_NORMAL_CODE
+    counts = RescaleCounts(
+        codes.numel(),
+        int((rounded != exact).sum()),
+        int((normal & (nearest > 0) & (nearest < E4M3_SMALLEST_NORMAL_CODE)).sum()),
+        int(((magnitude > 0) & (nearest == 0)).sum()),
+        float(error.max()) if error.numel() else 0.0,
+    )
+    negative = (codes >> 7) ^ torch.signbit(factors).to(torch.uint8)[:, None]
+    return nearest.to(torch.uint8) | (negative << 7), counts

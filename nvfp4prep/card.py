@@ -110,10 +110,20 @@ def _done(run: Mapping[str, Any]) -> list[str]:
     lines = [text.format(f"{changes[key]:,}") for key, text in _CHANGES if _count(changes.get(key))]
     recast = _mapping(changes.get("recast"))
     lines += [f"{_plain(what)}: {_plain(count)} tensors" for what, count in recast.items()]
-    if imputed := _sequence(changes.get("imputed")):
-        lines.append(f"input_scale filled in, the layer's maximum: {len(imputed):,}")
+    imputed = _sequence(changes.get("imputed"))
+    ones = sum(str(name).endswith("pre_quant_scale") for name in imputed)
+    if scales := len(imputed) - ones:
+        lines.append(f"input_scale filled in, the layer's maximum: {scales:,}")
+    if ones:
+        lines.append(f"pre_quant_scale filled in, ones: {ones:,}")
     if folded := _mapping(run.get("folded")):
         lines.append(f"pre_quant_scale folded into norms and scales: {len(folded):,} MoE layers")
+    if rows := _mapping(run.get("block_scales_folded")):
+        told = [_mapping(one).get("inexact") for one in rows.values()]
+        inexact = sum(count for count in told if type(count) is int)
+        lines.append(
+            f"down's pre_quant_scale folded into block scales of {len(rows):,} MoE layers: {inexact:,} rounded"
+        )
     if flushed := _mapping(run.get("block_scales_flushed")):
         lost = sum(count for count in flushed.values() if _count(count))
         lines.append(f"block scales that the layout has no code for, written as zero: {lost:,}")

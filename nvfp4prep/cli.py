@@ -219,10 +219,11 @@ _ep_option = click.option(
 _gpu_option = click.option("--gpu", type=click.Choice(_GPUS), help="For --target auto.  [default: the one present]")
 _impute_option = click.option(
     "--impute",
-    type=click.Choice(["none", "layer-max"]),
+    type=click.Choice(["none", "layer-max", "ones"]),
     default="none",
     show_default=True,
-    help="Missing or unusable input_scale: refuse, or take the layer's maximum.",
+    help="Missing or unusable input_scale: refuse, or take the layer's maximum. ones: that, and ones for a "
+    "pre_quant_scale that only some experts have.",
 )
 _pre_quant_scale_option = click.option(
     "--pre-quant-scale",

@@ -2,25 +2,28 @@
 
 int4 becomes `pack-quantized`: weight_packed I32 [N, K/8], eight codes + 8 to a word, the first in the lowest nibble;
 weight_scale BF16 [N, K/g]; weight_shape I64 [2]. NVFP4 becomes `nvfp4-pack-quantized`: weight_packed U8 and
-weight_scale E4M3 as ModelOpt stores them, weight_global_scale and input_global_scale F32 [1], the reciprocals of
-weight_scale_2 and input_scale. Names and forms: compressed-tensors 0.20.
+weight_scale E4M3 as ModelOpt stores them (up's with down's pre_quant_scale, if any), weight_global_scale and
+input_global_scale F32 [1], the reciprocals of weight_scale_2 and input_scale. Names and forms: compressed-tensors 0.20.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from nvfp4prep.blockscales import fold_codes
 from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.dialects import FUSION_GROUPS
 from nvfp4prep.errors import InputRefused
 from nvfp4prep.findings import Finding
 from nvfp4prep.folding import DTYPES, Fold, factors_fit, has_pre_quant_scale
 from nvfp4prep.header import TensorInfo
+from nvfp4prep.layouts.logical import LayoutError
 from nvfp4prep.numerics import dequantize_nvfp4, pack_nibbles, raw_bytes, unpack_nibbles
 from nvfp4prep.plan import (
     PIECE_BYTES,
@@ -40,8 +43,9 @@ from nvfp4prep.plan import (
     place,
 )
 from nvfp4prep.quant_config import QuantConfig
-from nvfp4prep.scales import Resolution
+from nvfp4prep.scales import E4M3_NAN, Resolution
 from nvfp4prep.schema import GROUP_SIZE, Format, Linear
+from nvfp4prep.source import read_slice
 from nvfp4prep.survey import encode_floats
 from nvfp4prep.widening import widened
 
@@ -174,10 +178,36 @@ def _row_factors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
     """down's pre_quant_scale by the module of the up that takes it."""
     return {
         expert.up.module: expert.down.params["pre_quant_scale"]
-        for moe in checkpoint.schema.layers_of(Format.INT4)
+        for moe in checkpoint.schema.layers_of(*_QUANTIZED)
         for expert in moe.experts
         if "pre_quant_scale" in expert.down.params
     }
+
+
+def fold_findings(checkpoint: Checkpoint, resolution: Resolution, workers: int) -> list[Finding]:
+    """NVFP4 ups whose block scales can't take over down's factors: one finding for each.
+
+    inf and NaN are left out: other rules tell of them. Raises EnvironmentFault.
+    """
+    rows, linears = _row_factors(checkpoint), checkpoint.schema.linears
+    ups = [linears[module] for module in rows if linears[module].format is Format.NVFP4]
+    with checkpoint.source.reader() as ranges:
+
+        def problem(linear: Linear) -> Finding | None:
+            scale, factors = linear.params["weight_scale"], rows[linear.module]
+            codes = torch.frombuffer(bytearray(read_slice(ranges, scale, 0, scale.nbytes)), dtype=torch.uint8)
+            floats = torch.from_numpy(widened(factors.dtype, read_slice(ranges, factors, 0, factors.nbytes)).copy())
+            usable = codes.masked_fill(codes & 0x7F == E4M3_NAN, 0).view(scale.shape)
+            try:
+                fold_codes(
+                    usable, floats.masked_fill(~torch.isfinite(floats), 1.0), resolution.rescales.get(scale.name)
+                )
+            except LayoutError as error:
+                return _unfit(linear, error)
+            return None
+
+        with ThreadPoolExecutor(workers) as pool:
+            return [finding for finding in pool.map(problem, ups) if finding is not None]
 
 
 def unpacked(checkpoint: Checkpoint, folds: Mapping[str, Fold]) -> frozenset[str]:
@@ -252,9 +282,12 @@ def _linear(
         steps.append(Compress(linear, (key("weight_packed"), key("weight_scale")), rows, job))
         steps.append(Constant(key("weight_shape"), struct.pack("<2q", linear.rows, linear.columns)))
         return specs, steps
-    for at in range(0, weight.nbytes, PIECE_BYTES):
-        steps.append(Copy(weight, at, min(PIECE_BYTES, weight.nbytes - at), (key("weight_packed"),)))
-    steps.append(RescaleBlocks(scale, key("weight_scale"), job))
+    if rows is not None:
+        steps.append(Compress(linear, (key("weight_packed"), key("weight_scale")), rows, job))
+    else:
+        for at in range(0, weight.nbytes, PIECE_BYTES):
+            steps.append(Copy(weight, at, min(PIECE_BYTES, weight.nbytes - at), (key("weight_packed"),)))
+        steps.append(RescaleBlocks(scale, key("weight_scale"), job))
     for param, target in (("weight_scale_2", "weight_global_scale"), ("input_scale", "input_global_scale")):
         values = resolution.values.get(linear.tensor_name(param))
         if values is not None:
@@ -377,11 +410,37 @@ def _bytes(context: Context, tensor: TensorInfo) -> Tensor:
 def _compress(context: Context, step: Compress) -> None:
     linear = step.linear
     packed, scale = step.keys
+    if linear.format is Format.NVFP4:
+        _fold(context, step)
+        return
     context.put(packed, raw_bytes(pack_int4(_bytes(context, linear.params["weight"]))))
     values = _floats(context, linear.params["weight_scale"])
     if step.rows is not None:
         values = values * _floats(context, step.rows)[:, None]
     _put_rounded(context, scale, values, "BF16", linear.params["weight_scale"].name, (step.job, "scales"))
+
+
+def _fold(context: Context, step: Compress) -> None:
+    """An NVFP4 up: FP4 bytes as they are, block scales with the factors of its rows, and with their rescale."""
+    linear, scale = step.linear, step.linear.params["weight_scale"]
+    assert step.rows is not None
+    context.put(step.keys[0], raw_bytes(_bytes(context, linear.params["weight"])))
+    rescale = context.jobs[step.job].resolution.rescales.get(scale.name)
+    try:
+        codes, counts = fold_codes(_bytes(context, scale), _floats(context, step.rows), rescale)
+    except LayoutError as error:
+        if context.outcome.unusable:  # refuses the run at its end, by its own name
+            return
+        raise InputRefused([_unfit(linear, error)]) from None
+    with context.lock:
+        context.outcome.folded[step.job, linear.module] = counts
+    context.put(step.keys[1], raw_bytes(codes))
+
+
+def _unfit(linear: Linear, error: LayoutError) -> Finding:
+    scale, experts = linear.params["weight_scale"], () if linear.expert is None else (linear.expert,)
+    message = f"{error}; use --target hf"
+    return Finding("kernel-scale-bad", "error", message, scale.file, scale.name, linear.layer, experts)
 
 
 def _dequantize(context: Context, step: Dequantize) -> None:

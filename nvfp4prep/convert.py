@@ -14,6 +14,7 @@ from nvfp4prep import checks, validation
 from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
 from nvfp4prep.checkpoint import Checkpoint, read_checkpoint
+from nvfp4prep.checks import awq
 from nvfp4prep.errors import InputRefused, UsageFault
 from nvfp4prep.execute import Elsewhere, Job, execute, shard_digests
 from nvfp4prep.findings import Finding, errors
@@ -22,7 +23,7 @@ from nvfp4prep.journal import Outcome, finished, plan_id
 from nvfp4prep.memory import check_memory
 from nvfp4prep.options import COMPRESSED, Options, ask
 from nvfp4prep.plan import Constant, Divide, Plan, Step, index_of, key_of, make_plan, merge, shards_read
-from nvfp4prep.scales import Resolution, ScalePolicy, changes, output_shape, resolve
+from nvfp4prep.scales import ImputePolicy, Resolution, ScalePolicy, changes, output_shape, resolve
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, Schema
 from nvfp4prep.sharing import Share, SharedJob, SharedOutput, unfinished
 from nvfp4prep.source import INDEX
@@ -81,9 +82,9 @@ def prepare(spec: str, options: Options) -> Prepared:
     return decide(read_checkpoint(spec), options)
 
 
-def findings_of(checkpoint: Checkpoint) -> list[Finding]:
+def findings_of(checkpoint: Checkpoint, impute: ImputePolicy = "none") -> list[Finding]:
     """What the headers and JSON files of a checkpoint say against converting it, and what else was noticed."""
-    return [*checkpoint.findings, *checks.found(checks.HEADERS, checkpoint)]
+    return [*checkpoint.findings, *awq.imputed(checks.found(checks.HEADERS, checkpoint), impute)]
 
 
 def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: int = 0, workers: int = 1) -> Prepared:
@@ -100,7 +101,7 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
         InputRefused: with every error found.
         EnvironmentFault: I/O.
     """
-    found = findings_of(checkpoint)
+    found = findings_of(checkpoint, options.impute)
     if checkpoint.quant is None or checkpoint.exclude is None or errors(found):
         raise InputRefused(errors(found))
     source, schema = checkpoint.source, checkpoint.schema
@@ -149,8 +150,8 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
     if asked.target is None:
         found += _form_warnings(schema, policy, resolution)
     quant = qc.rewrite(schema, checkpoint.quant, checkpoint.exclude)
-    if folds and asked.target is not None:
-        quant = _without_factors(checkpoint, quant, folds)
+    if job is not None and (folded := {*folds, *(() if job.factors else job.rows)}):
+        quant = _without_factors(checkpoint, quant, folded)
     whole = Job(resolution, job, folds)
     return Prepared(checkpoint, options, policy, shard_bytes, plan, whole, quant, tuple(found), folder)
 
@@ -437,6 +438,8 @@ def _manifest(prepared: Prepared, number: int, outcome: Outcome, digests: Mappin
     }
     if flushed:
         run["block_scales_flushed"] = flushed
+    if folded := manifests.by_layer(outcome.folded_by(number), checkpoint.schema):
+        run["block_scales_folded"] = {path: manifests.counts_entry(counts) for path, counts in folded.items()}
     if rounding := outcome.rounding_by(number):
         run["rounding"] = rounding
     if prepared.job.folds:

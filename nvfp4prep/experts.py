@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nvfp4prep.blockscales import half_of, rescale_codes
+from nvfp4prep.blockscales import fold_codes, half_of, rescale_codes
 from nvfp4prep.layouts.logical import Expert, LayoutError, Matrix
 from nvfp4prep.scales import Rescale, RescaleCounts
 from nvfp4prep.schema import Format, GateUpOrder, Linear, MoeLayer
@@ -64,6 +64,30 @@ def load_expert(moe: MoeLayer, index: int, read: Read, rescales: Mapping[str, Re
     return Expert(
         gate, up, down, *(_bias(linear, None, read) for linear in (expert.gate, expert.up, expert.down))
     ), counts
+
+
+def load_folded(
+    moe: MoeLayer, index: int, read: Read, rescales: Mapping[str, Rescale]
+) -> tuple[Expert, RescaleCounts, RescaleCounts]:
+    """As `load_expert`, with down's pre_quant_scale in the rows of up, if one is stored.
+
+    Returns:
+        The expert, what rescaling did, and what the fold did to up's NVFP4 block scales, a rescale of them included.
+
+    Raises:
+        LayoutError: a product that does not fit, with its place.
+    """
+    if moe.gate_up is not None or "pre_quant_scale" not in moe.experts[index].down.params:
+        return *load_expert(moe, index, read, rescales), RescaleCounts()
+    linears = moe.experts[index]
+    factors = _stored(linears.down, "pre_quant_scale", None, read).to(torch.float32)
+    if moe.format is Format.INT4:
+        expert, counts = load_expert(moe, index, read, rescales)
+        return with_row_factors(expert, factors), counts, RescaleCounts()
+    others = [linear.params["weight_scale"].name for linear in (linears.gate, linears.down) if linear is not None]
+    expert, counts = load_expert(moe, index, read, {name: rescales[name] for name in others if name in rescales})
+    scale, folded = fold_codes(expert.up.scale, factors, rescales.get(linears.up.params["weight_scale"].name))
+    return replace(expert, up=replace(expert.up, scale=scale)), counts, folded
 
 
 def _stored(linear: Linear, param: str, index: int | None, read: Read) -> Tensor:

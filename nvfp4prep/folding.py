@@ -64,6 +64,11 @@ def has_pre_quant_scale(moe: MoeLayer) -> bool:
     return any("pre_quant_scale" in linear.params for linear in (*moe.w13, *moe.w2))
 
 
+def has_row_factors(moe: MoeLayer) -> bool:
+    """Whether any of a layer's downs has a pre_quant_scale, which is folded into the rows of up."""
+    return any("pre_quant_scale" in linear.params for linear in moe.w2)
+
+
 def factors_fit(linear: Linear) -> bool:
     """Whether a linear's pre_quant_scale, if it has one, is a float for each of its inputs."""
     factors = linear.params.get("pre_quant_scale")
@@ -141,15 +146,22 @@ def _not_one(moe: MoeLayer, message: str, differing: Sequence[Linear]) -> Findin
 
 
 def _shared_factors(checkpoint: Checkpoint, linears: Sequence[Linear], size: int) -> tuple[Tensor, list[Linear]]:
-    """The first linear's pre_quant_scale (ones for none), F32, and the linears that have another."""
-    none = torch.ones(size)
+    """The first pre_quant_scale (ones where no linear has one), F32, and the linears that have another."""
+    tensors = (linear.params["pre_quant_scale"] for linear in linears if "pre_quant_scale" in linear.params)
+    tensor = next(tensors, None)
+    first = torch.ones(size) if tensor is None else read_floats(checkpoint, tensor)
+    return first, _other_factors(checkpoint, linears, first)
+
+
+def _other_factors(checkpoint: Checkpoint, linears: Sequence[Linear], first: Tensor) -> list[Linear]:
+    """The linears with another pre_quant_scale than `first`; none counts as ones."""
+    ones = torch.ones_like(first)
 
     def factors(linear: Linear) -> Tensor:
         tensor = linear.params.get("pre_quant_scale")
-        return none if tensor is None else read_floats(checkpoint, tensor)
+        return ones if tensor is None else read_floats(checkpoint, tensor)
 
-    first = factors(linears[0])
-    return first, [linear for linear in linears if not torch.equal(factors(linear), first)]
+    return [linear for linear in linears if not torch.equal(factors(linear), first)]
 
 
 def _differ(differing: Sequence[Linear], linears: Sequence[Linear], what: str) -> str:
@@ -234,7 +246,7 @@ def _odd_factors(moe: MoeLayer) -> Finding | None:
 
 def _immovable(checkpoint: Checkpoint, moe: MoeLayer, activation: str | None) -> Finding | None:
     """Why down's factors can't go into the rows of up; None when they can, or there are none."""
-    on_down = any("pre_quant_scale" in linear.params for linear in moe.w2)
+    on_down = has_row_factors(moe)
     if on_down and activation != "silu":
         return _refused(
             moe, f"down's can't move through the activation {activation or 'in config.json'}; use --target hf"
@@ -243,9 +255,19 @@ def _immovable(checkpoint: Checkpoint, moe: MoeLayer, activation: str | None) ->
         return _refused(moe, "down's can't move through an up that is clamped (swiglu_limit); use --target hf")
     if on_down and any("bias" in linear.params for linear in moe.w13):
         return _refused(moe, "down's would need other biases of up; use --target hf")
+    if on_down and moe.gate_up is not None:
+        return _refused(moe, "down's can't move into experts that are fused in one tensor; use --target hf")
     if on_down and moe.format is Format.NVFP4:
-        return _refused(moe, "down's would need other block scales; export with ModelOpt 0.47 or later, which folds it")
+        negative = [linear for linear in moe.w2 if _any_negative(checkpoint, linear)]
+        if negative:
+            message = "down's are negative, and kernels read block scales without sign; use --target hf"
+            return _refused(moe, message, _experts_of(negative))
     return None
+
+
+def _any_negative(checkpoint: Checkpoint, linear: Linear) -> bool:
+    tensor = linear.params.get("pre_quant_scale")
+    return tensor is not None and bool((read_floats(checkpoint, tensor) < 0).any())
 
 
 def _fold(checkpoint: Checkpoint, moe: MoeLayer) -> Fold | Finding | None:
@@ -255,11 +277,7 @@ def _fold(checkpoint: Checkpoint, moe: MoeLayer) -> Fold | Finding | None:
     first = read_floats(checkpoint, with_scale[0].params["pre_quant_scale"])
     if not bool(torch.isfinite(first).all()) or bool((first == 0).any()):
         return _refused(moe, f"{with_scale[0].params['pre_quant_scale'].name} holds zero, inf or NaN")
-    other = []
-    for linear in moe.w13:
-        tensor = linear.params.get("pre_quant_scale")
-        if tensor is None or not torch.equal(read_floats(checkpoint, tensor), first):
-            other.append(linear)
+    other = _other_factors(checkpoint, moe.w13, first)
     if other:
         return _refused(moe, _differ(other, moe.w13, "gate/up"), _experts_of(other))
     norm = checkpoint.source.tensors.get(f"{moe.path.rpartition('.')[0]}.{_NORM}.weight")

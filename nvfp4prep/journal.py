@@ -21,16 +21,18 @@ from nvfp4prep.source import Source
 class Outcome:
     """What the workers report, of one item or of all.
 
-    `digests` by (output key, piece number); `rescaled` by (job, block-scale tensor or MoE path); `flushed` counts block
-    scales that a layout could not keep, by (job, MoE path); `unusable` counts such values of the source, by (rule,
-    tensor, byte from which on they were read); `rounding` is the largest relative error of values written in fewer
-    bits, by (job, what they are); `written` are bytes.
+    `digests` by (output key, piece number); `rescaled` by (job, block-scale tensor or MoE path); `folded` is the same
+    of factors multiplied into rows of block scales, by (job, MoE path or linear); `flushed` counts block scales that a
+    layout could not keep, by (job, MoE path); `unusable` counts such values of the source, by (rule, tensor, byte from
+    which on they were read); `rounding` is the largest relative error of values written in fewer bits, by (job, what
+    they are); `written` are bytes.
     """
 
     digests: dict[tuple[str, int], bytes] = field(default_factory=dict)
     unusable: dict[tuple[str, str, int], int] = field(default_factory=dict)
     rounding: dict[tuple[int, str], float] = field(default_factory=dict)
     rescaled: dict[tuple[int, str], RescaleCounts] = field(default_factory=dict)
+    folded: dict[tuple[int, str], RescaleCounts] = field(default_factory=dict)
     flushed: dict[tuple[int, str], int] = field(default_factory=dict)
     written: int = 0
 
@@ -40,8 +42,9 @@ class Outcome:
         self.unusable |= other.unusable
         for of, error in other.rounding.items():
             self.rounding[of] = max(self.rounding.get(of, 0.0), error)
-        for key, counts in other.rescaled.items():
-            self.rescaled[key] = self.rescaled.get(key, RescaleCounts()) + counts
+        for mine, others in ((self.rescaled, other.rescaled), (self.folded, other.folded)):
+            for key, counts in others.items():
+                mine[key] = mine.get(key, RescaleCounts()) + counts
         for key, count in other.flushed.items():
             self.flushed[key] = self.flushed.get(key, 0) + count
         self.written += other.written
@@ -49,6 +52,10 @@ class Outcome:
     def rescaled_by(self, job: int) -> dict[str, RescaleCounts]:
         """What rescaling did for one job."""
         return {name: counts for (number, name), counts in self.rescaled.items() if number == job}
+
+    def folded_by(self, job: int) -> dict[str, RescaleCounts]:
+        """What factors of rows did to block scales for one job."""
+        return {name: counts for (number, name), counts in self.folded.items() if number == job}
 
     def rounding_by(self, job: int) -> dict[str, float]:
         """The largest relative error of one job's rounded values, by what they are."""
@@ -107,6 +114,8 @@ def line(number: int, outcome: Outcome, positions: Mapping[str, int]) -> bytes:
         entry["rounding"] = [[job, kind, error] for (job, kind), error in outcome.rounding.items()]
     if outcome.rescaled:
         entry["rescaled"] = [[job, name, asdict(counts)] for (job, name), counts in outcome.rescaled.items()]
+    if outcome.folded:
+        entry["folded"] = [[job, name, asdict(counts)] for (job, name), counts in outcome.folded.items()]
     if outcome.flushed:
         entry["flushed"] = [[job, path, count] for (job, path), count in outcome.flushed.items()]
     return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
@@ -133,6 +142,7 @@ def _parse(entry: Mapping[str, Any], keys: Sequence[str]) -> tuple[int, Outcome]
         {(rule, name, start): count for rule, name, start, count in entry.get("unusable", ())},
         {(job, kind): error for job, kind, error in entry.get("rounding", ())},
         {(job, name): RescaleCounts(**counts) for job, name, counts in entry.get("rescaled", ())},
+        {(job, name): RescaleCounts(**counts) for job, name, counts in entry.get("folded", ())},
         {(job, path): count for job, path, count in entry.get("flushed", ())},
         int(entry["bytes"]),
     )

@@ -121,6 +121,14 @@ def total_counts(report: GlobalScaleReport, rescaled: Mapping[str, RescaleCounts
     return sum((rescaled[name] for name in names if name in rescaled), RescaleCounts())
 
 
+def by_layer(counts: Mapping[str, RescaleCounts], schema: Schema) -> dict[str, RescaleCounts]:
+    """Counts by MoE path, in the order of the layers, from counts by MoE path or by an expert's linear."""
+    found = {moe.path: RescaleCounts() for moe in schema.moe_layers}
+    for name, one in counts.items():
+        found[schema.expert_of.get(name, (name, 0))[0]] += one
+    return {path: total for path, total in found.items() if total.blocks}
+
+
 def counts_entry(counts: RescaleCounts) -> dict[str, Any]:
     """Counts as JSON."""
     return {

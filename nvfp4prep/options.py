@@ -100,7 +100,8 @@ def ask(checkpoint: Checkpoint, options: Options) -> Ask:
         if _none_stored(linears)
         for linear in linears
     )
-    policy = ScalePolicy(options.input_scale, w13, "layer-max")
+    impute: ImputePolicy = "ones" if options.impute == "ones" else "layer-max"
+    policy = ScalePolicy(options.input_scale, w13, impute)
     return Ask(policy, checkpoint.weight_only | unscaled, target)
 
 

@@ -22,9 +22,9 @@ from nvfp4prep.experts import (
     Slice,
     join_slices,
     load_expert,
+    load_folded,
     slice_expert,
     store_expert,
-    with_row_factors,
     with_scales_in,
 )
 from nvfp4prep.findings import Finding
@@ -61,7 +61,7 @@ from nvfp4prep.plan import (
 )
 from nvfp4prep.quant_config import QuantConfig, hf_quant_config, quantization_config
 from nvfp4prep.scales import E4M3_NAN, F32_MIN_NORMAL, RescaleCounts, Resolution, ScalePolicy, fault, output_shape
-from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, dialect_of
+from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, dialect_of, lacking_factors
 from nvfp4prep.source import Source, read_slice, read_tensor
 from nvfp4prep.targets import IDENTITY, Target, activation_of, has_biases
 
@@ -125,7 +125,7 @@ def pack_job(checkpoint: Checkpoint, target: Target, folder: str, fold: bool) ->
         ]
         if quantised:
             raise InputRefused(quantised)
-        return replace(job, rows=frozenset(moe.path for moe in layers if folding.has_pre_quant_scale(moe))), folds
+        return replace(job, rows=frozenset(moe.path for moe in layers if folding.has_row_factors(moe))), folds
     factors = folding.place_all(checkpoint, layers, fold)
     return replace(job, factors=factors, rows=frozenset(path for path, found in factors.items() if found.rows)), {}
 
@@ -412,28 +412,42 @@ def reader(read: Callable[[TensorInfo, int, int], bytes], tensors: Mapping[str, 
     return read_tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """What was done to an expert's scales before it is packed.
+
+    `rescaled` and `folded` (down's pre_quant_scale in the rows of up) count NVFP4 block scales; `rounding` is the
+    largest relative error of int4 group scales in the kernel's dtype.
+    """
+
+    rescaled: RescaleCounts
+    folded: RescaleCounts
+    rounding: float = 0.0
+
+
 def logical_expert(
     moe: MoeLayer, index: int, job: PackJob, resolution: Resolution, read: Read
-) -> tuple[Expert, RescaleCounts, float]:
-    """One expert as it is packed, with what rescaling its block scales did, and the rounding of int4 group scales.
+) -> tuple[Expert, Changed]:
+    """One expert as it is packed, and what that changed.
 
     Raises:
-        LayoutError: an int4 scale that the kernel's dtype can't hold.
+        LayoutError: a scale that the kernel's dtype, or E4M3, can't hold.
     """
-    expert, counts = load_expert(moe, index, read, resolution.rescales)
+    expert, rescaled, folded = _loaded(moe, index, job.rows, resolution, read)
     if moe.format is not Format.INT4:
-        return expert, counts, 0.0
-    if moe.path in job.rows:
-        expert = with_stored_row_factors(expert, moe, index, read)
+        return expert, Changed(rescaled, folded)
     dtype = torch.float16 if job.target.activation_dtype == "fp16" else torch.bfloat16
     expert, rounding = with_scales_in(expert, dtype)
-    return expert, counts, rounding
+    return expert, Changed(rescaled, folded, rounding)
 
 
-def with_stored_row_factors(expert: Expert, moe: MoeLayer, index: int, read: Read) -> Expert:
-    """An int4 expert whose up takes over the pre_quant_scale that is stored of down, if any."""
-    factors = moe.experts[index].down.params.get("pre_quant_scale")
-    return expert if factors is None else with_row_factors(expert, read(factors.name, None).to(torch.float32))
+def _loaded(
+    moe: MoeLayer, index: int, rows: frozenset[str], resolution: Resolution, read: Read
+) -> tuple[Expert, RescaleCounts, RescaleCounts]:
+    """As `load_folded` where `rows` has the layer's path, else as `load_expert`. Raises LayoutError."""
+    if moe.path in rows:
+        return load_folded(moe, index, read, resolution.rescales)
+    return *load_expert(moe, index, read, resolution.rescales), RescaleCounts()
 
 
 def _pack(context: Context, step: Pack) -> None:
@@ -442,16 +456,12 @@ def _pack(context: Context, step: Pack) -> None:
     target, moe = job.pack.target, step.moe
     read = reader(context.read, context.source.tensors)
     try:
-        expert, counts, rounding = logical_expert(moe, step.expert, job.pack, job.resolution, read)
+        expert, changed = logical_expert(moe, step.expert, job.pack, job.resolution, read)
     except LayoutError as error:
         if context.outcome.unusable:  # refuses the run at its end, by its own name
             return
         raise InputRefused([_refused(moe, target, str(error), [step.expert])]) from None
-    _count_rescaled(context, step, counts)
-    if rounding:
-        with context.lock:
-            key = (step.job, "scales")
-            context.outcome.rounding[key] = max(context.outcome.rounding.get(key, 0.0), rounding)
+    _count_changed(context, step, changed)
     ep_rank, position = divmod(step.expert, moe.expert_count // target.ep)
     names = stacked_names(moe, target)
     for tp_rank in range(target.tp):
@@ -494,11 +504,15 @@ def expert_facts(facts: LayerFacts, scalars: Mapping[str, Tensor], position: int
     )
 
 
-def _count_rescaled(context: Context, step: Pack, counts: RescaleCounts) -> None:
-    if counts.blocks:
-        key = (step.job, step.moe.path)
-        with context.lock:
-            context.outcome.rescaled[key] = context.outcome.rescaled.get(key, RescaleCounts()) + counts
+def _count_changed(context: Context, step: Pack, changed: Changed) -> None:
+    key, kind = (step.job, step.moe.path), (step.job, "scales")
+    with context.lock:
+        outcome = context.outcome
+        for counts, table in ((changed.rescaled, outcome.rescaled), (changed.folded, outcome.folded)):
+            if counts.blocks:
+                table[key] = table.get(key, RescaleCounts()) + counts
+        if changed.rounding:
+            outcome.rounding[kind] = max(outcome.rounding.get(kind, 0.0), changed.rounding)
 
 
 def _count_flushed(context: Context, step: Pack, part: Expert, facts: LayerFacts) -> None:
@@ -652,12 +666,16 @@ def logical_entry(
 def _moe_entry(moe: MoeLayer, policy: ScalePolicy, factors: Factors | None) -> dict[str, Any]:
     dialect = dialect_of(moe)
     table = {}
+    by_gemm = {gemm: sibling for gemm, (_, sibling) in lacking_factors(moe).items()}
+    lacking = {p: by_gemm[gemm] for p, gemm in (("gate", "w13"), ("up", "w13"), ("down", "w2")) if gemm in by_gemm}
     first = {"gate_up": moe.gate_up, "down": moe.down} if moe.gate_up else dict(_linears(moe, 0))
     for projection, linear in first.items():
         if linear is None:
             continue
         folded = factors is None or (projection == "down" and factors.rows)
         kept = {param: info for param, info in linear.params.items() if param != "pre_quant_scale" or not folded}
+        if not folded and projection in lacking:
+            kept["pre_quant_scale"] = lacking[projection]
         specs = {param: [info.dtype, list(info.shape)] for param, info in kept.items()}
         if moe.format is Format.INT4:
             specs["weight_scale"][0] = "F32"
@@ -685,7 +703,7 @@ def with_facts(job: PackJob, source: Source, schema: Schema, resolution: Resolut
     """
     with source.reader() as ranges:
         from_source = reader(partial(read_slice, ranges), source.tensors)
-        found = replace(job, facts=layer_facts(schema, job.target, resolution, from_source, workers))
+        found = replace(job, facts=layer_facts(schema, job, resolution, from_source, workers))
         refused = scalar_findings(job.target.layers(schema), found, resolution) or bias_findings(
             schema, found, resolution, from_source, workers
         )
@@ -697,8 +715,8 @@ def with_facts(job: PackJob, source: Source, schema: Schema, resolution: Resolut
 def group_scale_findings(
     source: Source, schema: Schema, job: PackJob, resolution: Resolution, workers: int
 ) -> list[Finding]:
-    """int4 experts with a group scale that the kernel's dtype can't hold, and that is no inf or NaN: one for each."""
-    layers = [moe for moe in job.target.layers(schema) if moe.format is Format.INT4]
+    """Experts with a scale that the kernel's dtype, or after a fold E4M3, can't hold, but inf and NaN: one for each."""
+    layers = [moe for moe in job.target.layers(schema) if moe.format is Format.INT4 or moe.path in job.rows]
     with source.reader() as ranges:
         stored = reader(partial(read_slice, ranges), source.tensors)
 
@@ -707,6 +725,8 @@ def group_scale_findings(
             if name.endswith(".weight"):
                 return torch.empty(0, 0, dtype=torch.uint8)
             values = stored(name, index)
+            if values.dtype == torch.uint8:
+                return values.masked_fill(values & 0x7F == E4M3_NAN, 0)
             return values.masked_fill(~torch.isfinite(values), 1.0)
 
         def problem(moe: MoeLayer, expert: int) -> Finding | None:
@@ -757,28 +777,34 @@ def bias_findings(schema: Schema, job: PackJob, resolution: Resolution, read: Re
 
 
 def layer_facts(
-    schema: Schema, target: Target, resolution: Resolution, read: Read, workers: int
+    schema: Schema, job: PackJob, resolution: Resolution, read: Read, workers: int
 ) -> dict[tuple[str, Rank], LayerFacts]:
     """LayerFacts of every layer and rank; reads all block scales once where the layout needs their maximum.
 
     The maximum is over the rank's own experts and rows, as an engine sees it while loading.
 
     Raises:
-        InputRefused: block scales that the layout has no code for.
+        InputRefused: block scales that the layout has no code for, or that E4M3 can't hold after a fold.
     """
+    target = job.target
     plain = LayerFacts(target.engine, target.activation_dtype)
     layers = target.layers(schema)
     if not target.module.REQUIRES.block_scale_maximum:
         return {(moe.path, rank): plain for moe in layers for rank in target.ranks()}
 
     def scales_alone(name: str, index: int | None) -> Tensor:
-        """Block scales and biases as stored; empty weights, which nobody looks at here."""
-        return read(name, index) if name.endswith(("weight_scale", "bias")) else torch.empty(0, 0, dtype=torch.uint8)
+        """All but weights as stored; those are empty, since nobody looks at them here."""
+        return torch.empty(0, 0, dtype=torch.uint8) if name.endswith("weight") else read(name, index)
 
     unusable: dict[str, dict[int, dict[str, int]]] = {}
+    unfit: dict[tuple[str, int], str] = {}
 
     def largest(moe: MoeLayer, expert: int) -> dict[Rank, tuple[int, int]]:
-        logical = load_expert(moe, expert, scales_alone, resolution.rescales)[0]
+        try:
+            logical = _loaded(moe, expert, job.rows, resolution, scales_alone)[0]
+        except LayoutError as error:
+            unfit[moe.path, expert] = str(error)
+            return {}
         matrices = [matrix for matrix in (logical.gate, logical.up, logical.down) if matrix is not None]
         if bad := vllm_marlin.unusable_blocks(torch.cat([matrix.scale.flatten() for matrix in matrices])):
             unusable.setdefault(moe.path, {})[expert] = bad
@@ -796,6 +822,10 @@ def layer_facts(
             for rank, (w13, w2) in found.items():
                 before = maxima.get((moe.path, rank), (0, 0))
                 maxima[moe.path, rank] = max(before[0], w13), max(before[1], w2)
+    if unfit:
+        raise InputRefused(
+            [_refused(moe, target, unfit[moe.path, e], [e]) for moe, e in work if (moe.path, e) in unfit]
+        )
     if unusable:
         raise InputRefused([_unusable(moe, target, unusable[moe.path]) for moe in layers if moe.path in unusable])
     return {key: vllm_marlin.with_factors(plain, *codes) for key, codes in maxima.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 from nvfp4prep.dialects import natural_key
 from nvfp4prep.header import DTYPE_BITS, HeaderError, TensorInfo, build_header, tensor_bytes
 from nvfp4prep.scales import ScalePolicy, output_shape
-from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema
+from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, lacking_factors
 from nvfp4prep.source import refuse
 
 
@@ -99,7 +100,10 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Compress:
-    """An int4 linear's weight and group scales in compressed-tensors' form; `rows` are factors of its rows."""
+    """A 4-bit linear's weight and scales in compressed-tensors' form; `rows` are factors of its rows.
+
+    NVFP4 without factors is copied and rescaled instead.
+    """
 
     linear: Linear
     keys: tuple[str, str]
@@ -215,6 +219,10 @@ def key_of(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder and name else folder or name
 
 
+_ONE = {"F32": b"\x00\x00\x80\x3f", "BF16": b"\x80\x3f", "F16": b"\x00\x3c"}
+"""1.0 by dtype."""
+
+
 def make_plan(
     tensors: Mapping[str, TensorInfo],
     metadata: Mapping[str, str],
@@ -259,6 +267,7 @@ def logical_steps(
     steps: list[tuple[str, Step]] = []
     imputed: list[str] = []
     rescalable = _rescalable(schema, policy)
+    factors = _imputed_factors(schema) if policy.impute == "ones" else {}
     done: set[str] = set()
     for linear in schema.linears.values():
         if linear.format not in (Format.NVFP4, Format.INT4) and linear.module not in skip:
@@ -287,11 +296,27 @@ def logical_steps(
                 imputed.append(name)
             specs[name] = ("F32", output_shape(linear, param, policy))
             steps.append((label, Fill(name, key_of(folder, name), job)))
+        if linear.module in factors:
+            name, sibling = linear.tensor_name("pre_quant_scale"), factors[linear.module]
+            imputed.append(name)
+            specs[name] = (sibling.dtype, sibling.shape)
+            ones = _ONE[sibling.dtype] * math.prod(sibling.shape)
+            steps.append((label, Constant(key_of(folder, name), ones)))
     for name, tensor in tensors.items():
         if name not in done:
             specs[name] = (tensor.dtype, tensor.shape)
             steps += [(name, instead[name])] if name in instead else copies(tensor, name, folder)
     return specs, steps, imputed
+
+
+def _imputed_factors(schema: Schema) -> dict[str, TensorInfo]:
+    """The pre_quant_scale of another linear by the module of each linear that alone lacks one."""
+    return {
+        linear.module: sibling
+        for moe in schema.moe_layers
+        for linears, sibling in lacking_factors(moe).values()
+        for linear in linears
+    }
 
 
 def copies(tensor: TensorInfo, label: str, folder: str) -> list[tuple[str, Step]]:

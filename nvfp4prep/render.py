@@ -14,7 +14,7 @@ from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.convert import Prepared, Result
 from nvfp4prep.execute import Job
 from nvfp4prep.findings import Finding, printable
-from nvfp4prep.manifest import total_counts
+from nvfp4prep.manifest import by_layer, total_counts
 from nvfp4prep.scales import GlobalScaleReport, InputScaleReport, RescaleCounts, changes
 
 _SHOWN_FILES = 12
@@ -104,10 +104,16 @@ def _decisions(prepared: Prepared) -> str:
         f"{unified} groups of unequal weight_scale_2 unified" if unified else "",
         "weight_scale_2 agrees wherever engines share it" if not (unified or apart) else "",
         f"{apart} gate/up pairs kept apart" if apart else "",
-        f"{len(prepared.plan.imputed)} input_scale imputed" if prepared.plan.imputed else "",
+        *_imputed(prepared.plan.imputed),
         *_factors(prepared.job),
     ]
     return "; ".join(part for part in parts if part)
+
+
+def _imputed(names: Sequence[str]) -> list[str]:
+    factors = sum(name.endswith("pre_quant_scale") for name in names)
+    counts = ((len(names) - factors, "input_scale imputed"), (factors, "pre_quant_scale of ones added"))
+    return [f"{count} {what}" for count, what in counts if count]
 
 
 def _factors(job: Job) -> Iterator[str]:
@@ -175,6 +181,7 @@ def result(targets_: Sequence[Prepared], done: Result) -> RenderableType:
         if len(targets_) > 1:
             lines.append(plain(f"{prepared.options.target}:"))
         lines += _rescaled(prepared, done.outcome.rescaled_by(number))
+        lines += _folded(prepared, done.outcome.folded_by(number))
         flushed = sum(done.outcome.flushed_by(number).values())
         if flushed:
             text = f"{flushed:,} block scales are too small for this kernel and became zero; unpack can't restore them"
@@ -206,6 +213,14 @@ def _rescaled(prepared: Prepared, rescaled: Mapping[str, RescaleCounts]) -> list
                 plain(f"{where}: {len(report.pairs)} of {report.total} weight_scale_2 unified, {rescale_text(counts)}")
             )
     return lines
+
+
+def _folded(prepared: Prepared, folded: Mapping[str, RescaleCounts]) -> list[Text]:
+    counts = by_layer(folded, prepared.checkpoint.schema)
+    return [
+        plain(f"{path}: down's pre_quant_scale folded into up's block scales, {rescale_text(one)}")
+        for path, one in counts.items()
+    ]
 
 
 def targets(rows: Sequence[Mapping[str, Any]]) -> RenderableType:

@@ -19,7 +19,9 @@ from nvfp4prep.schema import Format, FusionGroup, GateUpOrder, Linear, MoeLayer,
 
 InputScalePolicy = Literal["layer-max", "keep"]
 W13ScalePolicy = Literal["split", "unify"]
-ImputePolicy = Literal["none", "layer-max"]
+ImputePolicy = Literal["none", "layer-max", "ones"]
+"""Each does what the one before does, and more. layer-max: an unusable or missing input_scale becomes the maximum of
+the others. ones: a pre_quant_scale that an expert lacks and others have counts as ones."""
 
 F32_MIN_NORMAL = 2.0**-126
 WIDE_RATIO = 2.0**9
@@ -290,7 +292,7 @@ def _resolve_input(
             if problem:
                 faults.append(_Fault(problem, linear, _owner(linear, position, len(values))))
     good = [value for value in raw if value is not None and fault(value) is None]
-    if faults and not (draft.policy.impute == "layer-max" and good):
+    if faults and not (draft.policy.impute != "none" and good):
         _refuse_input(draft, faults, len(raw), bool(good), where, gemm, layer)
         return
     top = max(good)

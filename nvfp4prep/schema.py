@@ -142,6 +142,20 @@ class MoeLayer:
         return (self.down,) if self.down else tuple(expert.down for expert in self.experts)
 
 
+def lacking_factors(moe: MoeLayer) -> dict[str, tuple[tuple[Linear, ...], TensorInfo]]:
+    """By GEMM, w13 or w2: linears without a pre_quant_scale, and the first that others of the GEMM have.
+
+    GEMMs where all linears have one, or none has, are left out.
+    """
+    found = {}
+    for gemm, linears in (("w13", moe.w13), ("w2", moe.w2)):
+        without = tuple(linear for linear in linears if "pre_quant_scale" not in linear.params)
+        if without and len(without) < len(linears):
+            sibling = next(linear.params["pre_quant_scale"] for linear in linears if "pre_quant_scale" in linear.params)
+            found[gemm] = (without, sibling)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class FusionGroup:
     """Linears outside the experts that engines fuse, all of one 4-bit format."""

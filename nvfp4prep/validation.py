@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nvfp4prep import checks
 from nvfp4prep import manifest as manifests
 from nvfp4prep.checkpoint import Checkpoint, peek_checkpoint, read_checkpoint
-from nvfp4prep.checks import files
+from nvfp4prep.checks import awq, files
 from nvfp4prep.errors import CheckFailed, InputRefused, UsageFault
 from nvfp4prep.findings import Finding, errors
 from nvfp4prep.options import COMPRESSED, Options, ask
@@ -128,7 +128,9 @@ def judge(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Finding]:
     """Every finding about a checkpoint that could be read: see `validate`."""
-    findings = [*checkpoint.findings, *checks.found((*checks.HEADERS, *checks.HEADERS_REPAIRED), checkpoint)]
+    of_headers = checks.found((*checks.HEADERS, *checks.HEADERS_REPAIRED), checkpoint)
+    ones = bool(targets) and all(options.impute == "ones" for options in targets)
+    findings = [*checkpoint.findings, *awq.imputed(of_headers, "ones" if ones else "none")]
     if level != "headers":
         try:
             findings += checks.found((*checks.SCALES, *checks.SCALES_REPAIRED), checkpoint)
@@ -216,12 +218,18 @@ def _of_target(checkpoint: Checkpoint, level: Level, options: Options, workers: 
     resolution = resolve(checkpoint.schema, checkpoint.scale_values, asked.weight_only, asked.policy)
     findings = list(resolution.findings)
     if level == "full" and not errors(findings):
-        findings += _of_kernel(checkpoint, job, resolution, workers)
+        findings += _of_values(checkpoint, options, job, resolution, workers)
     return findings
 
 
-def _of_kernel(checkpoint: Checkpoint, job: PackJob | None, resolution: Resolution, workers: int) -> list[Finding]:
-    """What a layout can't store, for which it looks at all block scales."""
+def _of_values(
+    checkpoint: Checkpoint, options: Options, job: PackJob | None, resolution: Resolution, workers: int
+) -> list[Finding]:
+    """What a target can't store, for which all scales of its experts are looked at."""
+    if options.target == COMPRESSED:
+        from nvfp4prep import compressed_tensors
+
+        return compressed_tensors.fold_findings(checkpoint, resolution, workers)
     if job is None:
         return []
     from nvfp4prep import packing

@@ -176,7 +176,7 @@ def test_many_errors_are_cut_on_stderr_and_whole_in_json(checkpoint: Fetch, tmp_
         ["convert", "a", "b", "c"],
         ["convert", "a", "b", "--target", "novel"],
         ["convert", "a", "b", "--input-scale", "mean"],
-        ["convert", "a", "b", "--impute", "ones"],
+        ["convert", "a", "b", "--impute", "twos"],
         ["convert", "a", "b", "--workers", "0"],
         ["convert", "a", "b", "-q", "-v"],
         ["convert", "a", "b", "--max-shard-size", "0"],

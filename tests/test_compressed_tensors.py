@@ -554,10 +554,11 @@ def in_config(**keys: Any) -> Damage:
     return lambda ck: ck.config.update(keys)
 
 
-def down_factors(ck: Editable) -> None:
-    """pre_quant_scale on NVFP4 downs, as ModelOpt before 0.47 leaves them."""
+def negative_downs(ck: Editable) -> None:
+    """pre_quant_scale on NVFP4 downs, as ModelOpt before 0.47 leaves them, but for a sign."""
     for name in ck.names(r".*\.experts\.\d+\.down_proj\.weight"):
         ck.tensors[name.replace("weight", "pre_quant_scale")] = torch.ones(128, dtype=torch.bfloat16)
+    ck.tensors[f"{MLP0}.experts.5.down_proj.pre_quant_scale"][7] = -1
 
 
 def nvfp4_kv(ck: Editable) -> None:
@@ -598,7 +599,7 @@ REFUSALS: dict[str, tuple[str, Damage, str, list[int], list[int]]] = {
     ),
     "gelu": (W4A16, in_config(hidden_act="gelu"), "activation", LAYERS, []),
     "a clamped up": (W4A16, in_config(swiglu_limit=7.0), r"clamped \(swiglu_limit\)", LAYERS, []),
-    "NVFP4 downs": (AWQ, down_factors, "down's would need other block scales", LAYERS, []),
+    "negative NVFP4 downs": (AWQ, negative_downs, "down's are negative", [0], [5]),
     "biases of up": (
         W4A16, lambda ck: ck.tensors.update({f"{UP3}.bias": torch.ones(128)}), "other biases of up", [0], [],
     ),

@@ -333,6 +333,40 @@ def test_imputes_missing_input_scales_when_asked(checkpoint: Fetch, tmp_path: Pa
     assert manifest_of(tmp_path / "out")["runs"][0]["changes"]["imputed"] == [missing]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_factors_of_ones_are_written_when_asked(dtype: torch.dtype, checkpoint: Fetch, tmp_path: Path) -> None:
+    """In dtype and shape of the siblings; the input scale is imputed beside them, as with layer-max."""
+    missing = [f"{MLP0}.experts.{name}_proj.pre_quant_scale" for name in ("0.gate", "0.up", "5.down")]
+
+    def change(ck: Editable) -> None:
+        for name in ck.names(r".*\.pre_quant_scale"):
+            ck.tensors[name] = ck.tensors[name].to(dtype)
+        ck.remove([*missing, f"{UP3}.input_scale"])
+
+    source = damage.damaged(checkpoint(W4A8), tmp_path / "source", change)
+    for options in ((), ("--impute", "layer-max")):
+        found = [one for one in refused(source, *options).findings if one["rule"] == "pre-quant-scale-missing"]
+        assert [(one["experts"], one["projection"], one["tensor"]) for one in found] == [
+            ([0], "w13", missing[0]), ([5], "w2", missing[2])
+        ]  # fmt: skip
+        assert all("--impute ones" in one["message"] for one in found)
+    after, before = converted(source, tmp_path / "out", "--impute", "ones"), oracle.read(source)
+    for name, size in zip(missing, (256, 256, 128), strict=True):
+        written = after.tensors[name].tensor
+        assert (written.dtype, written.tolist()) == (dtype, [1.0] * size)
+    assert after.tensors.keys() == {*before.tensors, *missing, f"{UP3}.input_scale"}
+    for name, stored in before.tensors.items():
+        assert not name.endswith("pre_quant_scale") or after.tensors[name].same(stored)
+    run_ = manifest_of(tmp_path / "out")["runs"][0]
+    assert set(run_["changes"]["imputed"]) == {*missing, f"{UP3}.input_scale"}
+    assert run_["options"]["impute"] == "ones"
+    told = [one for one in run_["findings"] if one["rule"] == "pre-quant-scale-missing"]
+    assert [one["severity"] for one in told] == ["warning", "warning"]
+    assert all("counts as ones" in one["message"] for one in told)
+    again = run("validate", tmp_path / "out", "--format", "json").json["findings"]
+    assert "pre-quant-scale-missing" not in {one["rule"] for one in again}
+
+
 @pytest.mark.parametrize("options", [(), ("--impute", "layer-max")])
 def test_all_input_scales_of_a_gemm_missing(options: tuple[str, ...], checkpoint: Fetch, tmp_path: Path) -> None:
     """There is nothing to impute from."""

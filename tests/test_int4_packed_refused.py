@@ -204,6 +204,61 @@ def test_an_expert_without_factors(target: str, kind: str, checkpoint: Fetch, tm
     ]
 
 
+@pytest.mark.parametrize("target", ["vllm-marlin", WNA16, W4AFP8, SM90, "compressed-tensors"])
+def test_downs_without_factors_count_as_ones_when_asked(target: str, checkpoint: Fetch, tmp_path: Path) -> None:
+    """The same bytes as from factors of ones that are stored."""
+    names = [f"{MLP0}.experts.{expert}.down_proj.pre_quant_scale" for expert in (0, 3)]
+    options = ("--target", target, "--pre-quant-scale", "fold", "-q")
+
+    def with_ones(ck: Editable) -> None:
+        ck.tensors |= {name: torch.ones_like(ck.tensors[name]) for name in names}
+
+    lacking = damage.damaged(checkpoint(W4A8), tmp_path / "lacking", lambda ck: ck.remove(names))
+    stored = damage.damaged(checkpoint(W4A8), tmp_path / "stored", with_ones)
+    assert run("convert", lacking, tmp_path / "a", *options, "--impute", "ones").code == 0
+    assert run("convert", stored, tmp_path / "b", *options).code == 0
+    ours, expected = packs.tensors_of(tmp_path / "a"), packs.tensors_of(tmp_path / "b")
+    assert ours.keys() == expected.keys()
+    assert all(packs.same_bytes(ours[name], expected[name]) for name in ours)
+    assert packs.read_json(tmp_path / "a" / packs.MANIFEST)["runs"][-1]["options"]["impute"] == "ones"
+    told = {
+        impute: run("validate", lacking, *options[:-1], "--impute", impute, "--format", "json").json["findings"]
+        for impute in ("layer-max", "ones")
+    }
+    severities = {
+        impute: [one["severity"] for one in found if one["rule"] == "pre-quant-scale-missing"]
+        for impute, found in told.items()
+    }
+    assert severities == {"layer-max": ["error"], "ones": ["warning"]}
+    assert not [one for one in told["ones"] if one["severity"] == "error"]
+
+
+@pytest.mark.parametrize("target", ["vllm-marlin", SM90, "compressed-tensors"])
+@pytest.mark.parametrize("expert", [0, 3])
+def test_ones_for_up_are_other_factors(target: str, expert: int, checkpoint: Fetch, tmp_path: Path) -> None:
+    """Neither a norm nor a kernel has a place for them beside the factors of the others."""
+    missing = f"{MLP0}.experts.{expert}.up_proj.pre_quant_scale"
+    source = damage.damaged(checkpoint(W4A8), tmp_path / "source", lambda ck: ck.remove([missing]))
+    (finding,) = refused(source, "--target", target, "--pre-quant-scale", "fold", "--impute", "ones").findings
+    assert (finding["rule"], finding["experts"]) == ("target-refused", [expert])
+    assert "1 of 16 gate/up linears have another" in finding["message"]
+
+
+def test_missing_factors_of_a_kernel_with_a_place_come_back_as_ones(checkpoint: Fetch, tmp_path: Path) -> None:
+    """Beside factors that are ones: the kernel takes them, and unpack writes them for every expert."""
+    missing = [f"{MLP0}.experts.0.{name}_proj.pre_quant_scale" for name in ("gate", "down")]
+
+    def change(ck: Editable) -> None:
+        for name in ck.names(rf"{re.escape(MLP0)}\.experts\..*\.pre_quant_scale"):
+            ck.tensors[name] = torch.ones_like(ck.tensors[name])
+        ck.remove(missing)
+
+    source = damage.damaged(checkpoint(W4A8), tmp_path / "source", change)
+    back = packs.tensors_of(packs.unpacked(packs.pack(source, tmp_path / "p", SM90, impute="ones"), tmp_path / "back"))
+    assert back.keys() == {*packs.tensors_of(source), *missing}
+    assert all(bool((back[name] == 1).all()) and back[name].dtype == torch.bfloat16 for name in missing)
+
+
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("target", ["vllm-marlin", SM90])
 @pytest.mark.parametrize("kind", ["gate", "down"])

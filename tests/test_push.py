@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import damage
 import pytest
+import torch
 from hub_server import BATCH, CARD, COMMIT, CREATE, PREUPLOAD, UPLOAD, WHOAMI, Hub
 from huggingface_hub import constants
 from runner import run, snapshot
@@ -99,6 +101,30 @@ def test_the_card_says_what_was_done(hub: Hub, tmp_path: Path) -> None:
         "- rounded, readers: largest relative error 0.00387",
     ):
         assert words in body, words
+
+
+def test_the_card_says_what_became_of_factors(tmp_path: Path) -> None:
+    """Ones are no input scales, and factors of down have counts of their own."""
+    lacking = "model.layers.0.mlp.experts.3.down_proj.pre_quant_scale"
+
+    def change(ck: damage.Editable) -> None:
+        for name in ck.names(r".*\.experts\.\d+\.down_proj\.weight"):
+            ck.tensors[name.replace("weight", "pre_quant_scale")] = torch.full((128,), 0.75, dtype=torch.bfloat16)
+        del ck.tensors[lacking]
+
+    source = damage.damaged(checkpoints.DATA / "qwen3moe-nvfp4-awqlite", tmp_path / "source", change)
+    told = []
+    for number, options in enumerate(((), ("--target", "vllm-cutlass", "--pre-quant-scale", "fold"))):
+        out = tmp_path / f"out{number}"
+        done = run("convert", source, out, "--no-smoke", "-q", "--impute", "ones", *options)
+        assert done.code == 0, done.stderr
+        told.append(card(out))
+    assert "- pre_quant_scale filled in, ones: 1\n" in told[0] and "input_scale filled in" not in told[0]
+    layers = json.loads((tmp_path / "out1" / "nvfp4prep.json").read_text())["runs"][-1]["block_scales_folded"]
+    rounded = sum(counts["inexact"] for counts in layers.values())
+    assert rounded > 1000
+    line = f"- down's pre_quant_scale folded into block scales of 2 MoE layers: {rounded:,} rounded\n"
+    assert line in told[1] and "filled in" not in told[1]
 
 
 def test_several_targets_have_a_section_each(hub: Hub, source: Path, tmp_path: Path) -> None:

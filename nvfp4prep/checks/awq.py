@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.findings import Finding
 from nvfp4prep.header import short
-from nvfp4prep.schema import FLOAT_DTYPES, Format
+from nvfp4prep.scales import ImputePolicy
+from nvfp4prep.schema import FLOAT_DTYPES, Format, lacking_factors
 
 _SHARED_W13 = ("gate_proj", "up_proj", "w1", "w3")
+_REMEDY = "--impute ones takes ones; or export again"
 
 
 def missing(checkpoint: Checkpoint) -> Iterable[Finding]:
-    """NVP602: an error when only some experts of a GEMM have a pre_quant_scale."""
+    """NVP602: an error when only some experts of a GEMM have a pre_quant_scale; see `imputed`."""
     for moe in checkpoint.schema.moe_layers:
-        for gemm, linears in (("w13", moe.w13), ("w2", moe.w2)):
-            without = [linear for linear in linears if "pre_quant_scale" not in linear.params]
-            if without and len(without) < len(linears):
-                ids = tuple(sorted({linear.expert for linear in without if linear.expert is not None}))
-                yield Finding(
-                    "pre-quant-scale-missing",
-                    "error",
-                    f"{moe.path} {gemm}: {len(without)} of {len(linears)} linears lack pre_quant_scale; export again",
-                    tensor=without[0].tensor_name("pre_quant_scale"),
-                    layer=moe.layer,
-                    experts=ids,
-                    projection=gemm,
-                )
+        for gemm, (without, _) in lacking_factors(moe).items():
+            total = len(moe.w13 if gemm == "w13" else moe.w2)
+            yield Finding(
+                "pre-quant-scale-missing",
+                "error",
+                f"{moe.path} {gemm}: {len(without)} of {total} linears lack pre_quant_scale; {_REMEDY}",
+                tensor=without[0].tensor_name("pre_quant_scale"),
+                layer=moe.layer,
+                experts=tuple(sorted({linear.expert for linear in without if linear.expert is not None})),
+                projection=gemm,
+            )
+
+
+def imputed(findings: Iterable[Finding], impute: ImputePolicy) -> list[Finding]:
+    """The findings, with those of `missing` as warnings that say what is done where ones are imputed."""
+    if impute != "ones":
+        return list(findings)
+    return [
+        replace(finding, severity="warning", message=finding.message.replace(_REMEDY, "it counts as ones"))
+        if finding.rule == "pre-quant-scale-missing"
+        else finding
+        for finding in findings
+    ]
 
 
 def folded_shared_expert(checkpoint: Checkpoint) -> Iterable[Finding]:

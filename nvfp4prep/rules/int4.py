@@ -15,12 +15,16 @@ RULES: tuple[Rule, ...] = (
             "pre_quant_scale multiplies the input of an expert. TensorRT-LLM takes one for all experts of a layer and "
             "refuses others; a kernel has it for all or for none."
         ),
-        fix="Export the checkpoint again, so that all experts of a layer have one or none has.",
+        fix=(
+            "Export the checkpoint again, so that all experts of a layer have one or none has. Where experts lack one "
+            "because they need none, convert with `--impute ones`: it counts as ones then, and is a warning."
+        ),
         example=(
             "error NVP602 [pre-quant-scale-missing] layer 3, expert 5, "
             "model.layers.3.mlp.experts.5.gate_proj.pre_quant_scale: model.layers.3.mlp w13: 1 of 256 linears lack "
-            "pre_quant_scale; export again"
+            "pre_quant_scale; --impute ones takes ones; or export again"
         ),
+        mildest="warning",
     ),
     Rule(
         "NVP603",

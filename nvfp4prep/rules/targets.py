@@ -39,12 +39,17 @@ RULES: tuple[Rule, ...] = (
         "kernel-scale-bad",
         "error",
         "full",
-        "a kernel's scale that F32 can't hold",
+        "a kernel's scale that its dtype can't hold",
         why=(
             "Kernels take products and quotients of scales. One that becomes zero, inf or subnormal makes its experts "
-            "compute zero or NaN, though each scale alone is fine."
+            "compute zero or NaN, though each scale alone is fine. The same goes for scales that factors of "
+            "pre_quant_scale are folded into."
         ),
-        fix="Export these weights again: their scales lie outside any usual range.",
+        fix=(
+            "Export these weights again: their scales lie outside any usual range. Where down's pre_quant_scale does "
+            "not fit into up's E4M3 block scales: export with ModelOpt 0.47 or later, which folds it before it "
+            "quantises."
+        ),
         example=(
             "error NVP703 [kernel-scale-bad] layer 3, experts 0-127: flashinfer-trtllm/vllm: model.layers.3.mlp: "
             "g1_scale_c would be zero; the product or quotient of its scales does not fit its dtype"

@@ -65,10 +65,10 @@ class Subject:
     mean; `real(moe)` the real weights by expert; `reference` says where those are from; `router(moe)` the stored
     router. `parameters(moe, rank)` gives the small tensors as stored and as they should be, by full name; None when
     nothing is stored. `independent` is False when `logical` is what the packed bytes themselves say; `rescaled(moe)`
-    True when block scales were rounded once more since the reference (unified gate and up scales). `folded` are the
-    paths of layers whose pre_quant_scale was folded away: what activations they expect is not known, so that no bound
-    holds for the error of quantising them, and a BF16 checkpoint has other columns; these are not compared
-    with the real weights.
+    True when block scales were rounded once more since the reference (unified gate and up scales, factors folded into
+    up's). `folded` are the paths of layers whose pre_quant_scale was folded away: what activations they expect is not
+    known, so that no bound holds for the error of quantising them, and a BF16 checkpoint has other columns; these are
+    not compared with the real weights.
     """
 
     target: Target

@@ -254,8 +254,8 @@ def reference_tolerances(
 ) -> Tolerances:
     """For a kernel against the F32 reference; see `quantisation_error` for the arguments.
 
-    `rescaled`: gate and up were given one global scale, and the reference has the two. `scale_change`: relative change
-    of an expert's output by the engine's rounding of its global scales.
+    `rescaled`: block scales were rounded (a global scale shared, factors folded in), and the reference's were not.
+    `scale_change`: relative change of an expert's output by the engine's rounding of its global scales.
     """
     noise = quantisation_error(kind, weights=weights, activations=activations)
     whole = _HEADROOM * math.hypot(noise, exact_error(activations), RESCALE_NOISE * rescaled)

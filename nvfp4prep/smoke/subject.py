@@ -100,7 +100,7 @@ def from_prepared(prepared: Prepared, real: Real) -> Subject:
         router=lambda moe: read_router(checkpoint.source, moe),
         router_config=router_config(checkpoint.config),
         rescaled=_rescaled_by(real.source or prepared),
-        folded=frozenset(prepared.job.folds),
+        folded=_folded_by(prepared),
     )
 
 
@@ -156,9 +156,10 @@ def _real_of(real: Real) -> tuple[Callable[[MoeLayer], Callable[[int], Weights]]
 
         def weights(e: int) -> Weights:
             expert = load_expert(own, e, _copied(read), {})[0]
-            if job is not None and own.path in job.rows:
-                expert = packing.with_stored_row_factors(expert, own, e, read)
             weights = weights_of(expert, scales, e)
+            stored_factors = own.experts[e].down.params.get("pre_quant_scale") if own.experts else None
+            if job is not None and own.path in job.rows and stored_factors is not None:
+                weights = replace(weights, up=weights.up * read(stored_factors.name).to(torch.float32)[:, None])
             return weights if factors is None else _with_columns(weights, factors.w13, factors.w2)
 
         return weights
@@ -181,8 +182,19 @@ def _rescaled_by(prepared: Prepared | None) -> Callable[[MoeLayer], bool]:
         moe.path
         for moe in prepared.checkpoint.schema.nvfp4_layers  # the only ones with block scales that change
         if any(linear.params["weight_scale"].name in rescales for linear in (*moe.w13, *moe.w2))
-    }
+    } | _row_folds(prepared)
     return lambda moe: moe.path in paths
+
+
+def _row_folds(prepared: Prepared) -> frozenset[str]:
+    """Layers where down's pre_quant_scale goes into block scales of up, which rounds them."""
+    rows = frozenset() if prepared.job.pack is None else prepared.job.pack.rows
+    return frozenset(moe.path for moe in prepared.checkpoint.schema.nvfp4_layers if moe.path in rows)
+
+
+def _folded_by(prepared: Prepared) -> frozenset[str]:
+    """Layers whose pre_quant_scale a conversion folds away."""
+    return frozenset(prepared.job.folds) | _row_folds(prepared)
 
 
 # --- a packed output on disk ------------------------------------------------------------------------------------------
@@ -236,11 +248,11 @@ def from_packed(packed: Packed, real: Real) -> Subject:
 def _folded(packed: Packed, prepared: Prepared | None) -> frozenset[str]:
     """Layers whose pre_quant_scale was folded away: by the conversion at hand, or by the manifest."""
     if prepared is not None:
-        return frozenset(prepared.job.folds)
+        return _folded_by(prepared)
     runs = packed.manifest.get("runs")
     last = runs[-1] if isinstance(runs, list) and runs else {}
-    folded = last.get("folded") if isinstance(last, dict) else None
-    return frozenset(folded) if isinstance(folded, dict) else frozenset()
+    entries = [last.get(key) for key in ("folded", "block_scales_folded")] if isinstance(last, dict) else []
+    return frozenset(path for entry in entries if isinstance(entry, dict) for path in entry)
 
 
 def _parameters_of(
