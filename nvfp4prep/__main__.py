@@ -1,7 +1,11 @@
 """The process: ``python -m nvfp4prep``, and what the ``nvfp4prep`` command may call."""
 
+import gc
 import os
 import signal
+
+_GC_OBJECTS = 100_000
+"""New objects between two looks for garbage: a plan is millions of them, and all live to its end."""
 
 
 def _end(code: int, message: str) -> None:
@@ -13,6 +17,7 @@ def _end(code: int, message: str) -> None:
 
 def run() -> None:
     """`cli.main`, with signals that come before it or after it told in one line too."""
+    gc.set_threshold(_GC_OBJECTS)
     try:
         signal.signal(signal.SIGTERM, lambda *_: _end(143, "terminated"))
         from nvfp4prep.cli import main

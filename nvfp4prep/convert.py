@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nvfp4prep import checks, validation
+from nvfp4prep import checks, schedule, validation
 from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
 from nvfp4prep.checkpoint import Checkpoint, read_checkpoint
@@ -22,7 +22,7 @@ from nvfp4prep.header import TensorInfo
 from nvfp4prep.journal import Outcome, finished, plan_id
 from nvfp4prep.memory import check_memory
 from nvfp4prep.options import COMPRESSED, Options, ask
-from nvfp4prep.plan import Constant, Divide, Plan, Step, index_of, key_of, make_plan, merge, shards_read
+from nvfp4prep.plan import Constant, Divide, Plan, Step, bytes_read, index_of, key_of, make_plan, merge, shards_read
 from nvfp4prep.scales import ImputePolicy, Resolution, ScalePolicy, changes, output_shape, resolve
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, Schema
 from nvfp4prep.sharing import Share, SharedJob, SharedOutput, unfinished
@@ -275,7 +275,8 @@ def write_all(
     jobs = [prepared.job for prepared in targets]
     with PartialOutput(out, identity) as output:
         if shares is not None:
-            left = unfinished(out, set(finished(output.journalled, plan)), len(plan.items), shares)
+            owners = _owners(plan, shares)
+            left = unfinished(out, set(finished(output.journalled, plan)), owners, shares)
             if left is not None:
                 raise UsageFault(left)
         _copy_side_files(targets, output)
@@ -297,6 +298,11 @@ def write_all(
 
         output.publish([file for files in small for file in files], overwrite=overwrite, check=validate)
     return Result(out, tuple(written), outcome)
+
+
+def _owners(plan: Plan, count: int) -> list[int]:
+    """The share, from 1 to `count`, that runs each of the plan's items."""
+    return schedule.shares([shards_read(item) for item in plan.items], [bytes_read(item) for item in plan.items], count)
 
 
 def write_share(
@@ -324,7 +330,8 @@ def write_share(
     with SharedOutput(out, identity, share, job) as output:
         if output.makes_files:
             _copy_side_files(targets, output)
-        outcome = execute(source, plan, [one.job for one in targets], output, workers, progress, share.has)
+        mine = {number for number, owner in enumerate(_owners(plan, share.count)) if owner == share.index}
+        outcome = execute(source, plan, [one.job for one in targets], output, workers, progress, mine)
         if outcome.unusable:
             raise InputRefused(_unusable(targets[0].checkpoint, outcome.unusable_by_tensor()))
         source.verify_unchanged()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,9 @@ from queue import SimpleQueue
 from time import monotonic
 from typing import TYPE_CHECKING
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from nvfp4prep.errors import EnvironmentFault, Stopped
 from nvfp4prep.header import TensorInfo
@@ -38,7 +40,7 @@ from nvfp4prep.plan import (
 )
 from nvfp4prep.ranges import Descriptors
 from nvfp4prep.scales import RescaleCounts, Resolution
-from nvfp4prep.source import Source, read_part
+from nvfp4prep.source import Source, read_part, read_part_into
 from nvfp4prep.survey import encode_floats
 from nvfp4prep.unusable import unusable
 from nvfp4prep.widening import widened
@@ -87,11 +89,25 @@ class Context:
         if shared is not None and key in shared:
             return shared[key]
         data = read_part(self.descriptors[tensor.file], tensor, start, length)
-        for rule, count in unusable(tensor, data).items():
-            self.outcome.unusable[rule, tensor.name, start] = count
+        self._note_unusable(tensor, start, data)
         if shared is not None:
             shared[key] = data
         return data
+
+    def read_own(self, tensor: TensorInfo, start: int, length: int) -> NDArray[np.uint8]:
+        """As `read`, in memory that the caller may change."""
+        if self.local.shared is not None:
+            return np.frombuffer(bytearray(self.read(tensor, start, length)), np.uint8)
+        if self.stop.is_set():
+            raise Stopped
+        data = np.empty(length, np.uint8)
+        read_part_into(self.descriptors[tensor.file], tensor, start, data.data)
+        self._note_unusable(tensor, start, data.data)
+        return data
+
+    def _note_unusable(self, tensor: TensorInfo, start: int, data: bytes | memoryview) -> None:
+        for rule, count in unusable(tensor, data).items():
+            self.outcome.unusable[rule, tensor.name, start] = count
 
     def put(self, key: str, data: bytes | bytearray | memoryview, piece: int = 0) -> None:
         """Write and hash a whole output tensor, or slice `piece` of a stacked one."""
@@ -116,7 +132,7 @@ def execute(
     output: PartialOutput,
     workers: int,
     progress: Callable[[int], None],
-    mine: Callable[[int], bool] = lambda number: True,
+    mine: Collection[int] | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> Outcome:
     """Run every item that an earlier run did not finish.
@@ -126,7 +142,7 @@ def execute(
         output: opened; its shards are created here.
         workers: threads.
         progress: called with bytes written, from any worker.
-        mine: which items, by number, are to be run at all.
+        mine: the items, by number, that are to be run at all; None: all.
         elsewhere: runs items on other machines; None runs them here.
 
     Raises:
@@ -140,7 +156,7 @@ def execute(
     if whole.written:
         progress(whole.written)
     positions = {key: number for number, key in enumerate(plan.outputs)}
-    todo = [number for number in range(len(plan.items)) if number not in done and mine(number)]
+    todo = [number for number in range(len(plan.items)) if number not in done and (mine is None or number in mine)]
     if elsewhere is not None:
         _collect(_with_progress(elsewhere(todo), progress), whole, output, positions)
         return whole
@@ -174,7 +190,7 @@ def reported(
     """Run items here, and give what each reported as it ends. The iterator raises the first failure."""
     keep_freed_memory()
     stop = threading.Event()
-    with source.opened(todo, lambda number: shards_read(plan.items[number]), stop) as shards:
+    with source.opened(todo, lambda number: shards_read(plan.items[number]), workers, stop) as shards:
         lock, local = threading.Lock(), threading.local()
         context = Context(source, plan, jobs, output, shards.descriptors, progress, stop, Outcome(), lock, local)
         queue: SimpleQueue[tuple[int, Outcome | BaseException]] = SimpleQueue()
@@ -318,10 +334,10 @@ def _rescale(context: Context, step: RescaleBlocks) -> None:
     pieces = PieceHasher()
     for expert in range(experts):
         for at in range(expert * per_expert, (expert + 1) * per_expert, chunk):
-            data = bytearray(context.read(tensor, at, min(chunk, (expert + 1) * per_expert - at)))
-            counts += rescale_codes(torch.frombuffer(data, dtype=torch.uint8).view(-1, columns), rescale, expert)
-            context.output.write(target.file, target.start + at, data)
-            pieces.update(data)
+            data = context.read_own(tensor, at, min(chunk, (expert + 1) * per_expert - at))
+            counts += rescale_codes(torch.from_numpy(data).view(-1, columns), rescale, expert)
+            context.output.write(target.file, target.start + at, data.data)
+            pieces.update(data.data)
             context.wrote(len(data))
     for number, piece in enumerate(pieces.digests()):
         context.outcome.digests[step.key, number] = piece

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nvfp4prep import folding
@@ -60,10 +61,11 @@ from nvfp4prep.plan import (
     split,
 )
 from nvfp4prep.quant_config import QuantConfig, hf_quant_config, quantization_config
+from nvfp4prep.ranges import Reader
 from nvfp4prep.scales import E4M3_NAN, F32_MIN_NORMAL, RescaleCounts, Resolution, ScalePolicy, fault, output_shape
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, dialect_of, lacking_factors
 from nvfp4prep.source import Source, read_slice, read_tensor
-from nvfp4prep.targets import IDENTITY, Target, activation_of, has_biases
+from nvfp4prep.targets import IDENTITY, Target, activation_of
 
 if TYPE_CHECKING:
     from nvfp4prep.checkpoint import Checkpoint
@@ -300,8 +302,10 @@ def raw_bias_names(moe: MoeLayer, target: Target) -> dict[str, str]:
     Kept where a kernel's biases are divided by alphas and the checkpoint's are F32, whose quotient does not say which
     of several values they were.
     """
+    if target.module.REQUIRES.alphas != 2 or not moe.biased:
+        return {}
     biases = [linear.params["bias"] for linear in (*moe.w13, *moe.w2) if "bias" in linear.params]
-    if target.module.REQUIRES.alphas != 2 or not any(bias.dtype == "F32" for bias in biases):
+    if not any(bias.dtype == "F32" for bias in biases):
         return {}
     return {f"{projection}_bias": f"{target.own_prefix(moe)}raw_{projection}_bias" for projection in projections(moe)}
 
@@ -399,17 +403,26 @@ def run(context: Context, step: Pack | Parameters | Unpack) -> None:
             _unpack(context, step)
 
 
-def reader(read: Callable[[TensorInfo, int, int], bytes], tensors: Mapping[str, TensorInfo]) -> Read:
-    """A Read over source tensors; index e of a fused tensor is its slice e along the first dimension."""
+def reader(
+    read: Callable[[TensorInfo, int, int], bytearray | NDArray[np.uint8]], tensors: Mapping[str, TensorInfo]
+) -> Read:
+    """A Read over source tensors, in memory that `read` has made for the caller.
+
+    Index e of a fused tensor is its slice e along the first dimension.
+    """
 
     def read_tensor(name: str, index: int | None) -> Tensor:
         info = tensors[name]
         shape = info.shape if index is None else info.shape[1:]
         length = info.nbytes if index is None else info.nbytes // info.shape[0]
-        data = bytearray(read(info, 0 if index is None else index * length, length))
+        data = read(info, 0 if index is None else index * length, length)
         return torch.frombuffer(data, dtype=DTYPES[info.dtype]).view(shape)
 
     return read_tensor
+
+
+def _from(ranges: Reader) -> Callable[[TensorInfo, int, int], bytearray]:
+    return lambda tensor, start, length: bytearray(read_slice(ranges, tensor, start, length))
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,7 +467,7 @@ def _pack(context: Context, step: Pack) -> None:
     job = context.jobs[step.job]
     assert job.pack is not None
     target, moe = job.pack.target, step.moe
-    read = reader(context.read, context.source.tensors)
+    read = reader(context.read_own, context.source.tensors)
     try:
         expert, changed = logical_expert(moe, step.expert, job.pack, job.resolution, read)
     except LayoutError as error:
@@ -547,7 +560,7 @@ def _unpack(context: Context, step: Unpack) -> None:
     assert job is not None
     target, moe = job.target, step.moe
     ep_rank, position = divmod(step.expert, moe.expert_count // target.ep)
-    tensors, read = context.source.tensors, reader(context.read, context.source.tensors)
+    tensors, read = context.source.tensors, reader(context.read_own, context.source.tensors)
     parts = [unpack_part(moe, Rank(tp_rank, ep_rank), position, target, tensors, read) for tp_rank in range(target.tp)]
     fused = moe.gate_up is not None
     linears = {"gate_up": moe.gate_up, "down": moe.down} if fused else dict(_linears(moe, step.expert))
@@ -607,7 +620,7 @@ def fact_names(moe: MoeLayer, target: Target) -> tuple[str, ...]:
     """The scalars that unpacking an expert needs, without prefix."""
     if target.module.REQUIRES.block_scale_maximum:
         return ("w13_scale_factor", "w2_scale_factor")
-    biased = has_biases(moe) and target.module.REQUIRES.alphas == 2
+    biased = moe.biased and target.module.REQUIRES.alphas == 2
     return ("g1_alphas", "g1_alphas_up", "g2_alphas") if biased else ()
 
 
@@ -702,7 +715,7 @@ def with_facts(job: PackJob, source: Source, schema: Schema, resolution: Resolut
         InputRefused: block scales, biases or scalars that the kernel can't compute with.
     """
     with source.reader() as ranges:
-        from_source = reader(partial(read_slice, ranges), source.tensors)
+        from_source = reader(_from(ranges), source.tensors)
         found = replace(job, facts=layer_facts(schema, job, resolution, from_source, workers))
         refused = scalar_findings(job.target.layers(schema), found, resolution) or bias_findings(
             schema, found, resolution, from_source, workers
@@ -718,7 +731,7 @@ def group_scale_findings(
     """Experts with a scale that the kernel's dtype, or after a fold E4M3, can't hold, but inf and NaN: one for each."""
     layers = [moe for moe in job.target.layers(schema) if moe.format is Format.INT4 or moe.path in job.rows]
     with source.reader() as ranges:
-        stored = reader(partial(read_slice, ranges), source.tensors)
+        stored = reader(_from(ranges), source.tensors)
 
         def scales_alone(name: str, index: int | None) -> Tensor:
             """Scales as stored, but 1 for inf and NaN, of which another rule tells; empty weights."""
@@ -746,7 +759,7 @@ def bias_findings(schema: Schema, job: PackJob, resolution: Resolution, read: Re
     target = job.target
     if target.module.REQUIRES.alphas != 2:
         return []
-    layers = [moe for moe in target.layers(schema) if has_biases(moe)]
+    layers = [moe for moe in target.layers(schema) if moe.biased]
     activation = {moe.path: job.activation(moe) for moe in layers}
     plain = LayerFacts(target.engine, target.activation_dtype)
     tables = {

@@ -184,6 +184,18 @@ def shards_read(item: Item) -> frozenset[str]:
     return frozenset(tensor.file for step in item.steps for tensor in _tensors_read(step))
 
 
+def bytes_read(item: Item) -> int:
+    """Bytes of the source that an item's steps read; of a fused expert's tensors, its own."""
+    return sum(map(_bytes_read, item.steps))
+
+
+def _bytes_read(step: Step) -> int:
+    if isinstance(step, Copy):
+        return step.length
+    whole = sum(tensor.nbytes for tensor in _tensors_read(step))
+    return whole // step.moe.expert_count if isinstance(step, Pack) and step.moe.gate_up is not None else whole
+
+
 def _tensors_read(step: Step) -> Iterator[TensorInfo]:
     match step:
         case Copy() | RescaleBlocks() | Widen() | Divide():

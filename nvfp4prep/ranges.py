@@ -22,15 +22,34 @@ def read_range(descriptor: int, file: str, start: int, length: int) -> bytes:
         try:
             part = os.pread(descriptor, length, start)
         except OSError as error:
-            raise EnvironmentFault(f"{file}: reading at byte {start} failed: {error.strerror}") from None
+            raise _failed(file, start, error) from None
         if not part:
-            raise EnvironmentFault(
-                f"{file}: nothing at byte {start}, {length} bytes missing; it changed while being read"
-            )
+            raise _ended(file, start, length)
         parts.append(part)
         start += len(part)
         length -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def read_into(descriptor: int, file: str, start: int, buffer: memoryview) -> None:
+    """Fill `buffer` with the bytes from `start`. Raises as `read_range`."""
+    while buffer:
+        try:
+            count = os.preadv(descriptor, [buffer], start)
+        except OSError as error:
+            raise _failed(file, start, error) from None
+        if not count:
+            raise _ended(file, start, len(buffer))
+        buffer = buffer[count:]
+        start += count
+
+
+def _failed(file: str, start: int, error: OSError) -> EnvironmentFault:
+    return EnvironmentFault(f"{file}: reading at byte {start} failed: {error.strerror}")
+
+
+def _ended(file: str, start: int, missing: int) -> EnvironmentFault:
+    return EnvironmentFault(f"{file}: nothing at byte {start}, {missing} bytes missing; it changed while being read")
 
 
 class Reader(Protocol):

@@ -27,6 +27,7 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 from nvfp4prep.errors import EnvironmentFault, InputRefused, Stopped
 from nvfp4prep.header import HeaderError, header_length, parse_header
 from nvfp4prep.ranges import LocalReader, Maps, OpenShards, Reader
+from nvfp4prep.schedule import by_shards
 from nvfp4prep.source import (
     INDEX,
     MAX_LARGE_JSON_BYTES,
@@ -48,7 +49,7 @@ from nvfp4prep.source import (
     shard_names,
     side_files,
 )
-from nvfp4prep.spool import Spool, SpooledMaps, most_bytes, schedule
+from nvfp4prep.spool import Spool, SpooledMaps, most_bytes, peak_bytes
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -104,7 +105,7 @@ class RemoteSource(Source):
 
     @contextmanager
     def opened(
-        self, items: Sequence[int], files_of: Callable[[int], Collection[str]], stop: threading.Event
+        self, items: Sequence[int], files_of: Callable[[int], Collection[str]], workers: int, stop: threading.Event
     ) -> Iterator[OpenShards]:
         """As `Source.opened`: shards that are not here are fetched one after another."""
         needs = {number: files_of(number) for number in items}
@@ -114,7 +115,7 @@ class RemoteSource(Source):
     def passing_bytes(self, needs: Sequence[Collection[str]]) -> int:
         """As `Source.passing_bytes`."""
         by_number = dict(enumerate(needs))
-        _, peak = schedule(by_number, self._elsewhere)
+        peak = peak_bytes(by_shards(by_number), by_number, self._elsewhere)
         return most_bytes(peak, self._elsewhere, frozenset().union(*needs))
 
     def maps(self) -> Maps:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from itertools import chain, islice
 from typing import Any, Literal
 
@@ -104,7 +105,7 @@ class Expert:
         return (self.gate, self.up) if self.gate else (self.up,)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: what all experts say is asked for each of them, and kept
 class MoeLayer:
     """One MoE block: per-expert linears in `experts`, or `gate_up` and `down` fused over all experts.
 
@@ -131,15 +132,20 @@ class MoeLayer:
         """The module that holds the experts; engines look it up in exclude lists and quantized_layers."""
         return self.path + ".experts"
 
-    @property
+    @cached_property
     def w13(self) -> tuple[Linear, ...]:
         """All linears that read the MoE block's input."""
         return (self.gate_up,) if self.gate_up else tuple(linear for expert in self.experts for linear in expert.w13)
 
-    @property
+    @cached_property
     def w2(self) -> tuple[Linear, ...]:
         """All down projections."""
         return (self.down,) if self.down else tuple(expert.down for expert in self.experts)
+
+    @cached_property
+    def biased(self) -> bool:
+        """Whether any of the experts' linears has a bias."""
+        return any("bias" in linear.params for linear in (*self.w13, *self.w2))
 
 
 def lacking_factors(moe: MoeLayer) -> dict[str, tuple[tuple[Linear, ...], TensorInfo]]:

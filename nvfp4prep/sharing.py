@@ -46,10 +46,6 @@ class Share:
     index: int
     count: int
 
-    def has(self, number: int) -> bool:
-        """Whether an item of the plan belongs to it."""
-        return number % self.count == self.index - 1
-
     def __str__(self) -> str:
         return f"{self.index}/{self.count}"
 
@@ -216,15 +212,15 @@ def _sync_text(path: Path, data: bytes) -> None:
     fresh.rename(path)
 
 
-def unfinished(out: Path, done: set[int], items: int, count: int) -> str | None:
-    """Which shares have items left, for a message; None when all are done."""
-    left = [number for number in range(items) if number not in done]
+def unfinished(out: Path, done: set[int], owners: Sequence[int], count: int) -> str | None:
+    """Which shares have items left, for a message, from each item's share; None when all are done."""
+    left = [owner for number, owner in enumerate(owners) if number not in done]
     if not left:
         return None
-    shares = sorted({number % count + 1 for number in left})
+    shares = sorted(set(left))
     names = ", ".join(f"{index}/{count}" for index in shares[:8]) + (" and more" if len(shares) > 8 else "")
     partial = partial_path(destination(out))
-    return f"{partial}: {len(left)} of {items} work items are not done: run --shard {names}, then finish again"
+    return f"{partial}: {len(left)} of {len(owners)} work items are not done: run --shard {names}, then finish again"
 
 
 def is_shared(out: Path) -> bool:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, NoReturn
 from nvfp4prep.errors import EnvironmentFault, InputRefused
 from nvfp4prep.findings import Finding, counted
 from nvfp4prep.header import HeaderError, Tally, TensorInfo, check_metadata_size, header_length, parse_header
-from nvfp4prep.ranges import LocalMaps, LocalReader, Maps, OpenShards, Reader, read_range
+from nvfp4prep.ranges import LocalMaps, LocalReader, Maps, OpenShards, Reader, read_into, read_range
+from nvfp4prep.schedule import apart
 
 INDEX = "model.safetensors.index.json"
 MAX_JSON_BYTES = 32_000_000
@@ -98,20 +99,21 @@ class Source:
 
     @contextmanager
     def opened(
-        self, items: Sequence[int], files_of: Callable[[int], Collection[str]], stop: threading.Event
+        self, items: Sequence[int], files_of: Callable[[int], Collection[str]], workers: int, stop: threading.Event
     ) -> Iterator[OpenShards]:
         """The shards open for a run over `items`, closed at the end.
 
         Args:
             items: numbers, in the order of the plan.
             files_of: the shards that an item reads.
+            workers: how many items run at a time.
             stop: set when the run is to end; nobody then waits for a shard any longer.
 
         Raises:
             EnvironmentFault: as `open_shard`, here or where a descriptor is asked for.
         """
         with opened_shards(self) as descriptors:
-            yield OpenShards(descriptors, items, lambda number: None)
+            yield OpenShards(descriptors, apart(items, workers), lambda number: None)
 
     def passing_bytes(self, needs: Sequence[Collection[str]]) -> int:
         """The most bytes of shards on disk at a time only while a run over items with these needs reads them."""
@@ -212,6 +214,12 @@ def read_part(descriptor: int, tensor: TensorInfo, start: int, length: int) -> b
     """
     _check_part(tensor, start, length)
     return read_range(descriptor, tensor.file, tensor.start + start, length)
+
+
+def read_part_into(descriptor: int, tensor: TensorInfo, start: int, buffer: memoryview) -> None:
+    """As `read_part`, as many bytes as `buffer` holds into it."""
+    _check_part(tensor, start, len(buffer))
+    read_into(descriptor, tensor.file, tensor.start + start, buffer)
 
 
 def _check_part(tensor: TensorInfo, start: int, length: int) -> None:

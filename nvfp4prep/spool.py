@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from nvfp4prep.errors import EnvironmentFault, Stopped
+from nvfp4prep.schedule import by_shards
 
 FETCHERS = 8
 """Requests at a time."""
@@ -40,22 +41,14 @@ class Fetch(Protocol):
 # --- for a run --------------------------------------------------------------------------------------------------------
 
 
-def schedule(needs: Mapping[int, Collection[str]], sizes: Mapping[str, int]) -> tuple[list[int], int]:
-    """Items in an order in which few shards are needed at a time, and the most bytes that are, one item after another.
+def peak_bytes(order: Sequence[int], needs: Mapping[int, Collection[str]], sizes: Mapping[str, int]) -> int:
+    """The most bytes of shards that are needed at a time, one item after another.
 
     Args:
+        order: of the items.
         needs: the shards that each item reads.
         sizes: of shards that have to be fetched; all others take no room.
     """
-    place = {
-        file: position for position, file in enumerate(sorted({file for files in needs.values() for file in files}))
-    }
-
-    def key(number: int) -> tuple[int, int, int]:
-        places = [place[file] for file in needs[number]]
-        return max(places, default=-1), min(places, default=-1), number
-
-    order = sorted(needs, key=key)
     left = Counter(file for files in needs.values() for file in files)
     held = peak = 0
     seen: set[str] = set()
@@ -69,7 +62,7 @@ def schedule(needs: Mapping[int, Collection[str]], sizes: Mapping[str, int]) -> 
             left[file] -= 1
             if not left[file]:
                 held -= sizes.get(file, 0)
-    return order, peak
+    return peak
 
 
 def most_bytes(peak: int, sizes: Mapping[str, int], needed: Collection[str]) -> int:
@@ -83,7 +76,7 @@ class Spool:
 
     Shards are fetched in the order in which `order` first needs them, each once, and only while there is room for
     it beside those that unfinished items still need. That is always so for the next one that the first unfinished item
-    waits for: all that are held then are needed by it or by items after it, which is within the schedule's peak.
+    waits for: all that are held then are needed by it or by items after it, which is within the order's peak.
     """
 
     def __init__(
@@ -104,11 +97,11 @@ class Spool:
             folder: on whose disk they lie meanwhile.
             stop: set when the run is to end.
         """
-        self.order, peak = schedule(needs, sizes)
+        self.order = by_shards(needs)
         self._needs, self._sizes = needs, sizes
         self._open_here, self._fetch, self._folder, self._stop = open_here, fetch, folder, stop
         self._uses = Counter(file for files in needs.values() for file in files)
-        self._limit = most_bytes(peak, sizes, self._uses)
+        self._limit = most_bytes(peak_bytes(self.order, needs, sizes), sizes, self._uses)
         self._waiting = deque(dict.fromkeys(file for number in self.order for file in sorted(needs[number])))
         self._changed = threading.Condition()
         self._descriptors: dict[str, int] = {}

@@ -136,15 +136,10 @@ class Target:
             hidden=moe.hidden,
             intermediate=moe.intermediate // self.tp,
             gated=moe.gated,
-            biased=has_biases(moe),
+            biased=moe.biased,
             group=moe.w2[0].group_size,
             activation_dtype=self.activation_dtype,
         )
-
-
-def has_biases(moe: MoeLayer) -> bool:
-    """Whether the experts have biases."""
-    return any("bias" in linear.params for linear in (*moe.w13, *moe.w2))
 
 
 def activation_of(config: Mapping[str, Any], gated: bool) -> Activation:

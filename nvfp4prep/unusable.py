@@ -20,11 +20,11 @@ TEXTS: Mapping[str, str] = {
 """What a finding says after the count, by rule."""
 
 
-def unusable(tensor: TensorInfo, data: bytes) -> dict[str, int]:
+def unusable(tensor: TensorInfo, data: bytes | memoryview) -> dict[str, int]:
     """How many values of a part of a tensor are unusable, by rule; empty for tensors that are no such scales."""
     if tensor.name.endswith("weight_scale"):
         if tensor.dtype == "F8_E4M3":
-            return _of_codes(data)
+            return _of_codes(bytes(data))
         if tensor.dtype in FLOAT_DTYPES and len(tensor.shape) == 2:
             return _counted("int4-scale-bad", tensor.dtype, data, zero=False)
     elif tensor.name.endswith("pre_quant_scale") and tensor.dtype in FLOAT_DTYPES:
@@ -41,7 +41,7 @@ def _of_codes(data: bytes) -> dict[str, int]:
     return {rule: count for rule, count in counts.items() if count}
 
 
-def _counted(rule: str, dtype: str, data: bytes, *, zero: bool) -> dict[str, int]:
+def _counted(rule: str, dtype: str, data: bytes | memoryview, *, zero: bool) -> dict[str, int]:
     import numpy as np
 
     values = widened(dtype, data)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-def widened(dtype: str, raw: bytes) -> npt.NDArray[np.float32]:
+def widened(dtype: str, raw: bytes | memoryview) -> npt.NDArray[np.float32]:
     """F32, BF16 or F16 bytes as F32, each value exactly: BF16 is the upper half of an F32; F16 is IEEE binary16.
 
     Raises:

@@ -595,18 +595,26 @@ def test_mtp_layers_are_packed_and_bf16_ones_are_not(
 def reads_of(source: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> dict[str, np.ndarray]:
     """How often each byte of each file is read during a call."""
     counts = {path.name: np.zeros(path.stat().st_size, dtype=np.int16) for path in source.glob("*.safetensors")}
-    real = os.pread
+    pread, preadv = os.pread, os.preadv
 
-    def counted(descriptor: int, length: int, start: int) -> bytes:
-        data = real(descriptor, length, start)
+    def count(descriptor: int, length: int, start: int) -> None:
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
-        name = path.name
-        if name in counts and path.parent.samefile(source):  # not the output's own
-            counts[name][start : start + len(data)] += 1
+        if path.name in counts and path.parent.samefile(source):  # not the output's own
+            counts[path.name][start : start + length] += 1
+
+    def one(descriptor: int, length: int, start: int) -> bytes:
+        data = pread(descriptor, length, start)
+        count(descriptor, len(data), start)
         return data
 
+    def into(descriptor: int, buffers: list[memoryview], start: int) -> int:
+        length = preadv(descriptor, buffers, start)
+        count(descriptor, length, start)
+        return length
+
     with monkeypatch.context() as patched:
-        patched.setattr(os, "pread", counted)
+        patched.setattr(os, "pread", one)
+        patched.setattr(os, "preadv", into)
         call()
     return counts
 

@@ -214,9 +214,18 @@ def test_a_long_run_that_is_ended_can_go_on(
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
-@pytest.mark.parametrize(("function", "code", "after"), [("pwrite", 28, 150), ("pread", 5, 60)])
+@pytest.mark.parametrize(
+    ("function", "code", "after", "target"),
+    [("pwrite", 28, 150, "hf"), ("pread", 5, 60, "hf"), ("preadv", 5, 60, "flashinfer-cutlass")],
+)
 def test_a_disk_that_fails_late(
-    function: str, code: int, after: int, checkpoint: Fetch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    function: str,
+    code: int,
+    after: int,
+    target: str,
+    checkpoint: Fetch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A full disk or a bad sector after a while keeps what is done; the same command ends it."""
     source, out = checkpoint(QWEN), tmp_path / "out"
@@ -233,15 +242,15 @@ def test_a_disk_that_fails_late(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, function, failing)
-        result = run("convert", source, out, "--no-smoke", "--workers", "1")
+        result = run("convert", source, out, "--no-smoke", "--workers", "1", "--target", target)
     assert result.code == 4 and "the same command goes on from there" in result.stderr
     finished = len(journal(out))
     assert finished and not out.exists()
     labels = counted(monkeypatch)
-    assert run("convert", source, out, "--no-smoke", "-q").code == 0
+    assert run("convert", source, out, "--no-smoke", "-q", "--target", target).code == 0
     resumed = len(labels)
     labels.clear()
-    assert run("convert", source, tmp_path / "straight", "--no-smoke", "-q").code == 0
+    assert run("convert", source, tmp_path / "straight", "--no-smoke", "-q", "--target", target).code == 0
     assert len(labels) - resumed == finished
     assert snapshot(out) == snapshot(tmp_path / "straight")
 

@@ -95,11 +95,6 @@ def test_shares_make_what_one_process_makes(
     assert {path.name for path in tmp_path.iterdir()} == {"alone", "out"}
 
 
-def test_every_item_is_of_one_share() -> None:
-    shares = [sharing.Share(index, 5) for index in range(1, 6)]
-    assert all(sum(share.has(number) for share in shares) == 1 for number in range(101))
-
-
 def test_each_share_runs_its_items_alone(checkpoint: Fetch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A share that is repeated does nothing; `finish` does nothing either."""
     labels: list[str] = []

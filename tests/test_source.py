@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from nvfp4prep.errors import EnvironmentFault, InputRefused
 from nvfp4prep.header import TensorInfo
-from nvfp4prep.ranges import read_range
+from nvfp4prep.ranges import read_into, read_range
 from nvfp4prep.source import (
     is_safe_name,
     open_source,
@@ -154,12 +154,18 @@ def test_a_safe_name_stays_in_its_folder(name: str) -> None:
 def test_read_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x").write_bytes(bytes(range(100)))
     descriptor = os.open(tmp_path / "x", os.O_RDONLY)
-    real = os.pread
+    real, into = os.pread, os.preadv
     monkeypatch.setattr(os, "pread", lambda fd, length, at: real(fd, min(length, 7), at))  # short reads
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: into(fd, [buffers[0][:7]], at))
     assert read_range(descriptor, "x", 10, 50) == bytes(range(10, 60))
     assert read_range(descriptor, "x", 10, 0) == b""
     with pytest.raises(EnvironmentFault, match="x: nothing at byte 100, 1 bytes missing"):
         read_range(descriptor, "x", 90, 11)
+    buffer = bytearray(50)
+    read_into(descriptor, "x", 10, memoryview(buffer))
+    assert buffer == bytes(range(10, 60))
+    with pytest.raises(EnvironmentFault, match="x: nothing at byte 100, 1 bytes missing"):
+        read_into(descriptor, "x", 90, memoryview(bytearray(11)))
     os.close(descriptor)
 
 

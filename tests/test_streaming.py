@@ -210,6 +210,19 @@ def test_shares(hub: Hub, tmp_path: Path) -> None:
     nothing_left(work, "out", "near")
 
 
+def test_a_share_fetches_its_part(hub: Hub, small: None, tmp_path: Path) -> None:
+    """Of two shares each fetches about half the bytes; the shard in which they meet, both."""
+    put(hub, checkpoints.DATA / SHARDED)
+    sizes = peek_checkpoint(REPO).source.shards
+    fetched = []
+    for share in ("1/2", "2/2"):
+        hub.ranges.clear()
+        assert run("convert", REPO, tmp_path / "out", "-q", "--shard", share).code == 0
+        fetched.append({file for file in sizes if any(length == 50_000 for _, length in hub.ranges[file])})
+    assert fetched[0] | fetched[1] == set(sizes)
+    assert len(fetched[0] & fetched[1]) <= 1
+
+
 # --- a Hub that fails ---------------------------------------------------------------------------------------------
 
 
@@ -553,18 +566,6 @@ def no_file(file: str) -> int:
     raise EnvironmentFault(f"{file}: no")
 
 
-def test_items_are_ordered_by_the_shards_they_need() -> None:
-    sizes = dict.fromkeys("abcd", 10)
-    needs = {0: "d", 1: "ab", 2: "", 3: "a", 4: "cb", 5: "b", 6: "ad", 7: "a"}
-    order, peak = spool.schedule(needs, sizes)
-    assert order == [2, 3, 7, 1, 5, 4, 6, 0]
-    assert peak == 30  # a stays for item 6
-    assert spool.schedule(needs, {}) == (order, 0)
-    assert spool.schedule({}, sizes) == ([], 0)
-    assert spool.most_bytes(peak, sizes, "abcd") == 40
-    assert spool.most_bytes(peak, sizes, "abc") == 30  # no more than there are
-
-
 @pytest.mark.parametrize("workers", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(6))
 def test_no_order_of_needs_ends_in_a_deadlock(seed: int, workers: int, tmp_path: Path) -> None:
@@ -640,20 +641,24 @@ def test_which_shards_items_read(tmp_path: Path) -> None:
     ):
         prepared = convert.prepare(str(checkpoints.DATA / name), Options(options[0], pre_quant_scale="fold"))
         read: dict[str, set[str]] = {}
-        real = execute.Context.read
+        real, own = execute.Context.read, execute.Context.read_own
         labels: list[str] = []
         real_item = execute._run_item
 
-        def noting(context, tensor, *rest, real=real, labels=labels, read=read):  # type: ignore[no-untyped-def]
-            read.setdefault(labels[-1], set()).add(tensor.file)
-            return real(context, tensor, *rest)
+        def noting(real, labels=labels, read=read):  # type: ignore[no-untyped-def]
+            def noted(context, tensor, *rest):  # type: ignore[no-untyped-def]
+                read.setdefault(labels[-1], set()).add(tensor.file)
+                return real(context, tensor, *rest)
+
+            return noted
 
         def item(context, one, real_item=real_item, labels=labels):  # type: ignore[no-untyped-def]
             labels.append(one.label)
             real_item(context, one)
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(execute.Context, "read", noting)
+            patched.setattr(execute.Context, "read", noting(real))
+            patched.setattr(execute.Context, "read_own", noting(own))
             patched.setattr(execute, "_run_item", item)
             out = tmp_path / f"{name} {options[0]}"
             convert.write(prepared, out, overwrite=False, workers=1, progress=lambda _: None)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad as pad_zeros
+from torch.nn.functional import pad
 
 from nvfp4prep.schema import GROUP_SIZE, Format
 
@@ -249,14 +249,18 @@ def plan_geometry(
 # --- padding: each half on its own, zeros in weights and scales ------------------------------------------------------
 
 
+def pad_zeros(values: Tensor, rows: int, columns: int) -> Tensor:
+    """Zeros up to [rows, columns]; contiguous, and `values` itself where it is so already."""
+    below, beside = rows - values.shape[0], columns - values.shape[1]
+    return (pad(values, (0, beside, 0, below)) if below or beside else values).contiguous()
+
+
 def pad_matrix(matrix: Matrix, rows: int, columns: int) -> Matrix:
     """Zero nibbles and zero scales up to rows x columns; contiguous."""
-    weight, scale = matrix.weight, matrix.scale
-    below = rows - weight.shape[0]
     return replace(
         matrix,
-        weight=pad_zeros(weight, (0, columns // 2 - weight.shape[1], 0, below)).contiguous(),
-        scale=pad_zeros(scale, (0, columns // matrix.group - scale.shape[1], 0, below)).contiguous(),
+        weight=pad_zeros(matrix.weight, rows, columns // 2),
+        scale=pad_zeros(matrix.scale, rows, columns // matrix.group),
     )
 
 
@@ -294,7 +298,7 @@ def crop_expert(expert: Expert, geometry: Geometry) -> Expert:
 
 def pad_bias(bias: Tensor, size: int) -> Tensor:
     """Zeros up to `size`."""
-    return pad_zeros(bias, (0, size - bias.shape[0]))
+    return pad(bias, (0, size - bias.shape[0]))
 
 
 # --- gate and up joined ---------------------------------------------------------------------------------------------

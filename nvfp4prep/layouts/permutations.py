@@ -6,9 +6,8 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad as pad_zeros
 
-from nvfp4prep.layouts.logical import round_up
+from nvfp4prep.layouts.logical import pad_zeros, round_up
 
 # --- SWZ: the 128x4 block-scale swizzle ------------------------------------------------------------------------------
 
@@ -32,9 +31,9 @@ def swizzle(scale: Tensor) -> Tensor:
         U8 [M', K'], its bytes in swizzled order.
     """
     rows, columns = round_up(scale.shape[0], 128), round_up(scale.shape[1], 4)
-    padded = pad_zeros(scale, (0, columns - scale.shape[1], 0, rows - scale.shape[0])).contiguous()
-    fours = padded.view(_FOUR[scale.element_size()]).view(rows // 128, 4, 32, columns // 4).permute(0, 3, 2, 1)
-    return fours.contiguous().view(scale.dtype).view(rows, columns)
+    fours = pad_zeros(scale, rows, columns).view(_FOUR[scale.element_size()])
+    tiles = fours.view(rows // 128, 4, 32, columns // 4).permute(0, 3, 2, 1)
+    return tiles.contiguous().view(scale.dtype).view(rows, columns)
 
 
 def unswizzle(swizzled: Tensor, rows: int, columns: int) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -232,7 +231,7 @@ def reference_weights(source: Source, config: Mapping[str, Any], moe: MoeLayer) 
     """
     found = _same_layer(build_schema(source.tensors, config).moe_layers, moe, source)
     _check_kind(found, moe, source)
-    read = reader(partial(read_tensor, source), source.tensors)
+    read = reader(lambda *part: bytearray(read_tensor(source, *part)), source.tensors)
     if found.gate_up is not None and found.down is not None:
         return _fused_reader(found.gate_up, found.down, moe, gate_up_order(config), read, source)
 
