@@ -33,6 +33,9 @@ _MOST_LINKS = 40
 _MOST_FILES = 128
 _MARKER_TEXT = re.compile(rb"(?:nvfp4prep (\d+)\n(?:plan ([0-9a-f]{32})\n(?P<journal>.*))?)?", re.DOTALL)
 
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
+"""What a path begins with that was a URL."""
+
 Identity = tuple[int, int]
 """Device and inode."""
 
@@ -142,7 +145,18 @@ def _json_object(folder: Path, name: str) -> Mapping[str, object]:
 
 
 def destination(out: Path) -> Path:
-    """OUT as an absolute path without `..` or links in its parents. Raises UsageFault when its links lead nowhere."""
+    """OUT as an absolute path without `..` or links in its parents.
+
+    Raises:
+        UsageFault: its links lead nowhere, or it is a URL: shards are written at offsets, in any order, gone on with
+            after a crash, and renamed when all is well. No object store can do that.
+    """
+    scheme = out.parts[0] if out.parts and not out.is_absolute() else ""
+    if _SCHEME.fullmatch(scheme) and not Path(scheme).exists():
+        raise UsageFault(
+            f"{scheme}//{Path(*out.parts[1:])}: OUT must be a folder on a disk, where files can be written in any order "
+            "and renamed; give one, and upload it when it is complete (to the Hub with --push-to)"
+        )
     if _is_loop(out):
         raise UsageFault(f"{out}: a symbolic link on it leads to itself; choose another OUT")
     return out.absolute() if out.is_symlink() else out.resolve()

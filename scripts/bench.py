@@ -6,7 +6,8 @@ Usage: bench.py [--size GIB] [--runs N] [--dir DIR] [--split] [--only NAME]...
 Generates a checkpoint of about the size asked for: a Qwen3-MoE's geometry, random codes, every input scale different.
 Gate and up share their weight_scale_2, as ModelOpt exports them; with --split no pair does, and the block scales of
 half of them are rescaled. Commands take turns with `cp -r`, each in a fresh process; the best of N counts. Both sides
-end with their files on disk (`cp` is followed by `sync`, convert syncs itself), and the source is in the page cache.
+end with their files on disk (`cp` is followed by `sync`, convert syncs itself), the source is in the page cache, and as
+much memory as the output takes was used a moment ago: a virtual machine's host may have to find it first.
 Peak RSS is of the command's own process. `naive` is a script that loads everything, shuffles rows and saves.
 """
 
@@ -184,6 +185,7 @@ def measure(command: list[str]) -> Measured:
 
 def commands(source: Path, out: Path) -> dict[str, list[str]]:
     convert = [sys.executable, "-m", "nvfp4prep", "convert", "-q", "--no-smoke", str(source), str(out)]
+    convert += ["--max-shard-size", str(SHARD_BYTES)]
     found = {"convert hf": convert, "convert compressed-tensors": [*convert, "--target", "compressed-tensors"]}
     found |= {f"convert {target}": [*convert, "--target", target] for target in TARGETS}
     found["validate full"] = [sys.executable, "-m", "nvfp4prep", "validate", "--level", "full", str(source)]
@@ -196,6 +198,11 @@ def warm(source: Path) -> None:
         with path.open("rb") as file:
             while file.read(1 << 24):
                 pass
+
+
+def touch(size: int) -> None:
+    """Use memory, and give it back."""
+    subprocess.run([sys.executable, "-c", "import sys; b'1' * int(sys.argv[1])", str(size)], check=True)
 
 
 def main() -> int:
@@ -227,6 +234,7 @@ def main() -> int:
             for _ in range(arguments.runs):
                 for kept, one in ((copies, ["cp", "-r", str(source), str(out)]), (own, command)):
                     warm(source)
+                    touch(size)
                     kept.append(measure(one))
                     shutil.rmtree(out, ignore_errors=True)
                     os.sync()

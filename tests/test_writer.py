@@ -134,6 +134,20 @@ def test_out_on_a_loop(place: str, source: Path, tmp_path: Path) -> None:
     assert "leads to itself" in unchanged(source, source, tmp_path / place).stderr
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/x", "gs://bucket/x/y", "file:///x", "hf://buckets/o/n"])
+def test_object_stores(url: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = snapshot(tmp_path)
+    for options in ((), ("--shard", "1/2")):
+        result = run("convert", source, url, *options)
+        assert result.code == 2 and "OUT must be a folder on a disk" in result.stderr
+        assert url.replace("///", "//") in result.stderr
+    assert run("finish", url).code == 2
+    assert snapshot(tmp_path) == before
+    (tmp_path / url.partition("/")[0]).mkdir()  # a folder with such a name
+    assert run("convert", source, url, "-q", "--no-smoke").code == 0
+
+
 def test_source_that_is_a_loop(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     result = run("convert", tmp_path / "loop", tmp_path / "out", "--json")
