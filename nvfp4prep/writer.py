@@ -154,7 +154,7 @@ def destination(out: Path) -> Path:
     scheme = out.parts[0] if out.parts and not out.is_absolute() else ""
     if _SCHEME.fullmatch(scheme) and not Path(scheme).exists():
         raise UsageFault(
-            f"{scheme}//{Path(*out.parts[1:])}: OUT must be a folder on a disk, where files can be written in any order "
+            f"{scheme}//{Path(*out.parts[1:])}: OUT must be a folder on a disk, where files are written in any order "
             "and renamed; give one, and upload it when it is complete (to the Hub with --push-to)"
         )
     if _is_loop(out):
