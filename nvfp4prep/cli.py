@@ -175,9 +175,7 @@ class _ShareOf(click.ParamType[Any]):
         return Share(int(index), int(count))
 
 
-_TARGETS = (
-    "hf",
-    "compressed-tensors",
+_LAYOUTS = (
     "flashinfer-trtllm",
     "flashinfer-cutlass",
     "flashinfer-cutedsl",
@@ -188,8 +186,9 @@ _TARGETS = (
     "flashinfer-sm90-w4a8",
     "sglang-w4afp8",
     "flashinfer-mxint4",
-    "auto",
 )
+_ENGINES = ("vllm", "sglang", "flashinfer")
+_TARGETS = ("hf", "compressed-tensors", *_LAYOUTS, "auto")
 _BACKENDS = (
     "auto",
     "flashinfer-trtllm",
@@ -207,7 +206,7 @@ _json_option = click.option(
 
 _engine_option = click.option(
     "--engine",
-    type=click.Choice(["vllm", "sglang", "flashinfer"]),
+    type=click.Choice(_ENGINES),
     help="Packed targets: whose padding and parameter names.  [default: the first that has the kernel]",
 )
 _tp_option = click.option(
@@ -593,10 +592,8 @@ def unpack(packed: Path, out: Path, workers: int | None, overwrite: bool, as_jso
 @click.argument("ckpt")
 @click.option("--reference", help="The original BF16 checkpoint: directory or Hub repo.")
 @click.option("--source", help="The ModelOpt checkpoint that a packed CKPT was made from.")
-@click.option("--target", type=click.Choice(_TARGETS[2:-1]), help="What a logical CKPT is packed for.  [default: auto]")
-@click.option(
-    "--engine", type=click.Choice(["vllm", "sglang", "flashinfer"]), help="With --target.  [default: as in convert]"
-)
+@click.option("--target", type=click.Choice(_LAYOUTS), help="What a logical CKPT is packed for.  [default: auto]")
+@click.option("--engine", type=click.Choice(_ENGINES), help="With --target.  [default: as in convert]")
 @click.option("--backend", type=click.Choice(_BACKENDS), default="auto", show_default=True, help="What runs it.")
 @click.option(
     "--layers", type=_Layers(), default="all", show_default=True, help="all, first-last, or numbers like 0,5."

@@ -24,7 +24,7 @@ from nvfp4prep.findings import Finding
 from nvfp4prep.folding import DTYPES, Fold, factors_fit, has_pre_quant_scale
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.layouts.logical import LayoutError
-from nvfp4prep.numerics import dequantize_nvfp4, pack_nibbles, raw_bytes, unpack_nibbles
+from nvfp4prep.numerics import dequantize_int4, dequantize_nvfp4, floats, pack_nibbles, raw_bytes, unpack_nibbles
 from nvfp4prep.plan import (
     PIECE_BYTES,
     Compress,
@@ -47,7 +47,6 @@ from nvfp4prep.scales import E4M3_NAN, Resolution
 from nvfp4prep.schema import GROUP_SIZE, Format, Linear
 from nvfp4prep.source import read_slice
 from nvfp4prep.survey import encode_floats
-from nvfp4prep.widening import widened
 
 if TYPE_CHECKING:
     from nvfp4prep.execute import Context
@@ -196,11 +195,11 @@ def fold_findings(checkpoint: Checkpoint, resolution: Resolution, workers: int) 
         def problem(linear: Linear) -> Finding | None:
             scale, factors = linear.params["weight_scale"], rows[linear.module]
             codes = torch.frombuffer(bytearray(read_slice(ranges, scale, 0, scale.nbytes)), dtype=torch.uint8)
-            floats = torch.from_numpy(widened(factors.dtype, read_slice(ranges, factors, 0, factors.nbytes)).copy())
+            values = floats(factors.dtype, read_slice(ranges, factors, 0, factors.nbytes))
             usable = codes.masked_fill(codes & 0x7F == E4M3_NAN, 0).view(scale.shape)
             try:
                 fold_codes(
-                    usable, floats.masked_fill(~torch.isfinite(floats), 1.0), resolution.rescales.get(scale.name)
+                    usable, values.masked_fill(~torch.isfinite(values), 1.0), resolution.rescales.get(scale.name)
                 )
             except LayoutError as error:
                 return _unfit(linear, error)
@@ -369,22 +368,6 @@ def pack_int4(weight: Tensor) -> Tensor:
     return pack_nibbles(unpack_nibbles(weight, 0) ^ 8, 1).view(torch.int32)
 
 
-def unpack_int4(packed: Tensor) -> Tensor:
-    """Inverse of `pack_int4`."""
-    return pack_nibbles(unpack_nibbles(packed.view(torch.uint8), 1) ^ 8, 0)
-
-
-def dequantize_int4(weight: Tensor, scale: Tensor) -> Tensor:
-    """F32 [N, K]: code · group scale.
-
-    Args:
-        weight: U8 [N/2, K], row 2r in the low nibble, two's complement.
-        scale: F32 [N, K/g].
-    """
-    codes = (unpack_nibbles(weight, 0) ^ 8).to(torch.float32) - 8
-    return codes * scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
-
-
 def run(context: Context, step: Compress | Dequantize | Divide) -> None:
     """Execute a step. Raises InputRefused for values that the output's dtype can't hold."""
     match step:
@@ -398,8 +381,7 @@ def run(context: Context, step: Compress | Dequantize | Divide) -> None:
 
 
 def _floats(context: Context, tensor: TensorInfo) -> Tensor:
-    values = widened(tensor.dtype, context.read(tensor, 0, tensor.nbytes))
-    return torch.from_numpy(values.copy()).view(tensor.shape)
+    return floats(tensor.dtype, context.read(tensor, 0, tensor.nbytes)).view(tensor.shape)
 
 
 def _bytes(context: Context, tensor: TensorInfo) -> Tensor:
@@ -448,7 +430,7 @@ def _dequantize(context: Context, step: Dequantize) -> None:
     scale = linear.params["weight_scale"]
     weight = _bytes(context, linear.params["weight"])
     if linear.format is Format.INT4:
-        values = dequantize_int4(weight, _floats(context, scale))
+        values = dequantize_int4(weight, _floats(context, scale), 0)
     else:
         blocks = _bytes(context, scale).view(torch.float8_e4m3fn)
         values = dequantize_nvfp4(weight, blocks, torch.tensor(step.global_scale))

@@ -1,6 +1,6 @@
 """Tensor names of routed experts: one table row per naming dialect.
 
-To add a dialect, add a row to DIALECTS and a line to `docs/architecture.md`; the schema needs nothing else.
+To add a dialect, add a row to DIALECTS; the schema needs nothing else.
 """
 
 from __future__ import annotations

@@ -12,9 +12,7 @@ from queue import SimpleQueue
 from time import monotonic
 from typing import TYPE_CHECKING
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from nvfp4prep.errors import EnvironmentFault, Stopped
 from nvfp4prep.header import TensorInfo
@@ -22,6 +20,7 @@ from nvfp4prep.journal import Outcome, finished, line
 from nvfp4prep.libc import keep_freed_memory
 from nvfp4prep.plan import (
     PIECE_BYTES,
+    READ_BYTES,
     Compress,
     Constant,
     Copy,
@@ -47,11 +46,14 @@ from nvfp4prep.widening import widened
 from nvfp4prep.writer import PartialOutput
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from nvfp4prep.folding import Fold
     from nvfp4prep.packing import PackJob
 
-_READ_BYTES = 1 << 23
 _RESCALE_BYTES = 1 << 21
+"""Of block scales in one go: their counts take eight times that."""
 COMMIT_SECONDS = 5.0
 """Between two moments from which a killed run goes on."""
 
@@ -96,6 +98,8 @@ class Context:
 
     def read_own(self, tensor: TensorInfo, start: int, length: int) -> NDArray[np.uint8]:
         """As `read`, in memory that the caller may change."""
+        import numpy as np
+
         if self.local.shared is not None:
             return np.frombuffer(bytearray(self.read(tensor, start, length)), np.uint8)
         if self.stop.is_set():
@@ -303,7 +307,7 @@ def _run_step(context: Context, step: Step) -> None:
 
 def _copy(context: Context, step: Copy) -> None:
     hasher = xxhash.xxh3_128()
-    chunk = _READ_BYTES if context.local.shared is None else max(step.length, 1)
+    chunk = READ_BYTES if context.local.shared is None else max(step.length, 1)
     for at in range(step.start, step.start + step.length, chunk):
         data = context.read(step.tensor, at, min(chunk, step.start + step.length - at))
         hasher.update(data)
@@ -347,8 +351,8 @@ def _rescale(context: Context, step: RescaleBlocks) -> None:
 def _widen(context: Context, step: Widen) -> None:
     tensor, target = step.tensor, context.plan.outputs[step.key]
     pieces = PieceHasher()
-    for at in range(0, tensor.nbytes, _READ_BYTES):
-        data = widened(tensor.dtype, context.read(tensor, at, min(_READ_BYTES, tensor.nbytes - at))).tobytes()
+    for at in range(0, tensor.nbytes, READ_BYTES):
+        data = widened(tensor.dtype, context.read(tensor, at, min(READ_BYTES, tensor.nbytes - at))).tobytes()
         context.output.write(target.file, target.start + 2 * at, data)
         pieces.update(data)
         context.wrote(len(data))

@@ -19,9 +19,9 @@ from nvfp4prep.errors import InputRefused
 from nvfp4prep.findings import Finding
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.model_config import sections
+from nvfp4prep.numerics import floats
 from nvfp4prep.schema import FLOAT_DTYPES, Format, Linear, MoeLayer
 from nvfp4prep.source import read_tensor
-from nvfp4prep.widening import widened
 
 DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -77,8 +77,7 @@ def factors_fit(linear: Linear) -> bool:
 
 def read_floats(checkpoint: Checkpoint, tensor: TensorInfo) -> Tensor:
     """A small float tensor as F32. Raises EnvironmentFault."""
-    values = widened(tensor.dtype, read_tensor(checkpoint.source, tensor))
-    return torch.from_numpy(values.copy()).view(tensor.shape)
+    return floats(tensor.dtype, read_tensor(checkpoint.source, tensor)).view(tensor.shape)
 
 
 def place_all(checkpoint: Checkpoint, layers: Sequence[MoeLayer], fold: bool) -> dict[str, Factors]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from nvfp4prep.errors import EnvironmentFault
-from nvfp4prep.plan import PIECE_BYTES, Compress, Dequantize, Divide, Item, Pack, Plan, RescaleBlocks, Step, Widen
+from nvfp4prep.plan import READ_BYTES, Compress, Dequantize, Divide, Item, Pack, Plan, RescaleBlocks, Step, Widen
 from nvfp4prep.schema import Linear
 
-_CHUNK = min(PIECE_BYTES, 1 << 23)
 _COPIES = 3
 """Of a worker's largest item: as read, in between, as written. Measured in docs/performance.md."""
 _BASE = {False: 120 << 20, True: 400 << 20}
@@ -62,9 +61,9 @@ def _held_by(step: Step) -> int:
         case Divide():
             return 2 * step.tensor.nbytes
         case Widen():
-            return 3 * min(step.tensor.nbytes, _CHUNK)
+            return 3 * min(step.tensor.nbytes, READ_BYTES)
         case _:
-            return _CHUNK
+            return READ_BYTES
 
 
 def _stored(linear: Linear) -> int:

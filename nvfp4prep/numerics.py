@@ -13,6 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from nvfp4prep.widening import widened
+
 BLOCK = 16
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -26,6 +28,11 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     """A tensor's bytes, row-major; not copied where it is contiguous."""
     flat = tensor.contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+
+
+def floats(dtype: str, raw: bytes) -> Tensor:
+    """F32, BF16 or F16 bytes as F32 values, flat, in memory of their own. Raises as `widened`."""
+    return torch.from_numpy(widened(dtype, raw).copy())
 
 
 def pack_nibbles(codes: Tensor, dim: int = -1) -> Tensor:
@@ -149,17 +156,18 @@ def encode_e4m3(x: Tensor) -> Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def dequantize_int4(weight: Tensor, scale: Tensor) -> Tensor:
-    """Dequantises a kernel's int4 weight: `code · scale`.
+def dequantize_int4(weight: Tensor, scale: Tensor, dim: int) -> Tensor:
+    """Dequantises an int4 weight: `code · scale`.
 
     Args:
-      weight: U8 [N, K/2], even k in the low nibble, two's complement.
+      weight: U8, two's complement, the even index in the low nibble: [N, K/2] as kernels have it, [N/2, K] as ModelOpt.
       scale: floating [N, K/group].
+      dim: the dimension that is packed, 1 or 0.
 
     Returns:
       F32 [N, K].
     """
-    codes = (unpack_nibbles(weight, 1) ^ 8).to(torch.float32) - 8
+    codes = (unpack_nibbles(weight, dim) ^ 8).to(torch.float32) - 8
     return codes * scale.to(torch.float32).repeat_interleave(codes.shape[1] // scale.shape[1], 1)
 
 

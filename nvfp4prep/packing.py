@@ -425,6 +425,12 @@ def _from(ranges: Reader) -> Callable[[TensorInfo, int, int], bytearray]:
     return lambda tensor, start, length: bytearray(read_slice(ranges, tensor, start, length))
 
 
+def _but_weights(layers: Sequence[MoeLayer], read: Read) -> Read:
+    """`read`, but empty weights: for those who look at scales alone."""
+    weights = {linear.params["weight"].name for moe in layers for linear in (*moe.w13, *moe.w2)}
+    return lambda name, index: torch.empty(0, 0, dtype=torch.uint8) if name in weights else read(name, index)
+
+
 @dataclass(frozen=True, slots=True)
 class Changed:
     """What was done to an expert's scales before it is packed.
@@ -731,12 +737,10 @@ def group_scale_findings(
     """Experts with a scale that the kernel's dtype, or after a fold E4M3, can't hold, but inf and NaN: one for each."""
     layers = [moe for moe in job.target.layers(schema) if moe.format is Format.INT4 or moe.path in job.rows]
     with source.reader() as ranges:
-        stored = reader(_from(ranges), source.tensors)
+        stored = _but_weights(layers, reader(_from(ranges), source.tensors))
 
-        def scales_alone(name: str, index: int | None) -> Tensor:
-            """Scales as stored, but 1 for inf and NaN, of which another rule tells; empty weights."""
-            if name.endswith(".weight"):
-                return torch.empty(0, 0, dtype=torch.uint8)
+        def usable(name: str, index: int | None) -> Tensor:
+            """As stored, but 1 for inf and NaN, of which another rule tells."""
             values = stored(name, index)
             if values.dtype == torch.uint8:
                 return values.masked_fill(values & 0x7F == E4M3_NAN, 0)
@@ -744,7 +748,7 @@ def group_scale_findings(
 
         def problem(moe: MoeLayer, expert: int) -> Finding | None:
             try:
-                logical_expert(moe, expert, job, resolution, scales_alone)
+                logical_expert(moe, expert, job, resolution, usable)
             except LayoutError as error:
                 return _refused(moe, job.target, str(error), [expert])
             return None
@@ -805,10 +809,7 @@ def layer_facts(
     if not target.module.REQUIRES.block_scale_maximum:
         return {(moe.path, rank): plain for moe in layers for rank in target.ranks()}
 
-    def scales_alone(name: str, index: int | None) -> Tensor:
-        """All but weights as stored; those are empty, since nobody looks at them here."""
-        return torch.empty(0, 0, dtype=torch.uint8) if name.endswith("weight") else read(name, index)
-
+    scales_alone = _but_weights(layers, read)
     unusable: dict[str, dict[int, dict[str, int]]] = {}
     unfit: dict[tuple[str, int], str] = {}
 

@@ -23,6 +23,8 @@ class Rank:
     ep: int
 
 
+READ_BYTES = 1 << 23
+"""Read, changed and written in one go, of tensors that need not be held whole."""
 PIECE_BYTES = 1 << 26
 """Tensors are copied, and hashed, in pieces of at most 64 MiB."""
 

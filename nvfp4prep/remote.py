@@ -32,6 +32,7 @@ from nvfp4prep.source import (
     INDEX,
     MAX_LARGE_JSON_BYTES,
     READ_FILES,
+    SIDE_FILE_PIECE,
     FileState,
     HubRepo,
     ShardHeader,
@@ -74,7 +75,6 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _RATE_LIMIT_RESET = re.compile(r"\bt=(\d+)")
 _PIECE = 1 << 16
-_SIDE_FILE_PIECE = 1 << 24
 
 
 # --- a source -----------------------------------------------------------------------------------------------------
@@ -137,8 +137,8 @@ class RemoteSource(Source):
             yield from super().side_file(name)
             return
         size = self.files.sizes[name]
-        for start in range(0, size, _SIDE_FILE_PIECE):
-            yield read_remote_range(self.files, name, start, min(_SIDE_FILE_PIECE, size - start))
+        for start in range(0, size, SIDE_FILE_PIECE):
+            yield read_remote_range(self.files, name, start, min(SIDE_FILE_PIECE, size - start))
 
     def verify_unchanged(self) -> None:
         """As `Source.verify_unchanged`; of shards that were read where they are, by their ETags."""

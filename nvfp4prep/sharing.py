@@ -28,7 +28,6 @@ from nvfp4prep.writer import (
     journal_head,
     journal_lines,
     locked,
-    marker_path,
     partial_path,
     plan_of,
     share_path,
@@ -221,9 +220,3 @@ def unfinished(out: Path, done: set[int], owners: Sequence[int], count: int) -> 
     names = ", ".join(f"{index}/{count}" for index in shares[:8]) + (" and more" if len(shares) > 8 else "")
     partial = partial_path(destination(out))
     return f"{partial}: {len(left)} of {len(owners)} work items are not done: run --shard {names}, then finish again"
-
-
-def is_shared(out: Path) -> bool:
-    """Whether shares have begun to write OUT.partial."""
-    out = destination(out)
-    return marker_path(out).exists() and job_path(out).exists()

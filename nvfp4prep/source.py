@@ -43,7 +43,7 @@ READ_FILES = frozenset({INDEX, "config.json", "hf_quant_config.json", "nvfp4prep
 _HUB_SPEC = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 # Bookkeeping of git and of huggingface_hub's local folders: not part of the model.
 _NOT_MODEL = frozenset({".git", ".cache", ".huggingface", "__pycache__"})
-_SIDE_FILE_PIECE = 1 << 24
+SIDE_FILE_PIECE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Source:
     def side_file(self, name: str) -> Iterator[bytes]:
         """A side file's bytes, in pieces. Raises OSError."""
         with (self.root / name).open("rb") as file:
-            while piece := file.read(_SIDE_FILE_PIECE):
+            while piece := file.read(SIDE_FILE_PIECE):
                 yield piece
 
     def identity(self) -> Iterator[str]:

@@ -55,6 +55,7 @@ from nvfp4prep.writer import PartialOutput, check_destination, check_names, chec
 
 _MAX_RANKS = 1024
 _MAX_EXPERTS = 1 << 16
+"""More than any model or cluster has: a damaged manifest must not make loops of a number."""
 _OWN = ".experts.nvfp4prep."
 
 

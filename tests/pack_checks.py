@@ -1,7 +1,8 @@
 """Packed outputs as their files say: what each rank holds, put together again by the kernels' index formulas.
 
 Files are read with safetensors' own library. Where things lie comes from `layout_emulator`'s index functions and from
-the tables below; nothing here calls nvfp4prep's pack, unpack, permutations or REQUIRES. nvfp4prep is used to convert.
+the tables below; nothing here calls nvfp4prep's pack, unpack or permutations. nvfp4prep says which layouts there
+are, and converts.
 """
 
 from __future__ import annotations
@@ -24,17 +25,21 @@ from layout_emulator import E4M3, Ints
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from nvfp4prep import convert, unpack
+from nvfp4prep import convert, layouts, unpack
 from nvfp4prep.checkpoint import Checkpoint, read_checkpoint
 from nvfp4prep.convert import Prepared, Result
 from nvfp4prep.options import Options
+from nvfp4prep.schema import Format
 
-LAYOUTS = ("flashinfer-trtllm", "flashinfer-cutlass", "flashinfer-cutedsl", "vllm-cutlass", "vllm-marlin")
-ENGINES = ("vllm", "sglang")
 PAIRS = tuple(
-    (layout, engine) for layout in LAYOUTS for engine in ENGINES if (layout, engine) != ("vllm-cutlass", "sglang")
+    (name, engine)
+    for name, layout in layouts.LAYOUTS.items()
+    if layout.REQUIRES.format is Format.NVFP4
+    for engine in layout.REQUIRES.engines
 )
-"""SGLang has no NVFP4 experts on CUTLASS of its own."""
+"""Every NVFP4 layout for every engine that takes it."""
+LAYOUTS = tuple(dict.fromkeys(layout for layout, _ in PAIRS))
+ENGINES = tuple(dict.fromkeys(engine for _, engine in PAIRS))
 INDEX = "model.safetensors.index.json"
 MANIFEST = "nvfp4prep.json"
 

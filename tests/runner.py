@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import oracle
 from click.testing import CliRunner
 
 from nvfp4prep.cli import main
@@ -56,3 +57,24 @@ def snapshot(folder: Path) -> dict[str, str]:
         for path in folder.rglob("*")
         if not path.is_fifo()
     }
+
+
+def refused(source: Path, *options: object) -> Run:
+    """A conversion that must end with exit code 3, write nothing and leave the source alone."""
+    before = snapshot(source.parent)
+    result = run("convert", source, source.parent / "out", "--json", *options)
+    assert result.code == 3, result.stderr
+    assert snapshot(source.parent) == before
+    return result
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """An output's manifest."""
+    return json.loads((folder / "nvfp4prep.json").read_text())
+
+
+def converted(source: Path, out: Path, *options: object) -> oracle.View:
+    """What a conversion that succeeds has written."""
+    result = run("convert", source, out, *options)
+    assert result.code == 0, result.stderr
+    return oracle.read(out)

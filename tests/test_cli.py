@@ -18,13 +18,23 @@ import oracle
 import pytest
 from runner import run, snapshot, strict_json
 
-from nvfp4prep import __version__
+from nvfp4prep import __version__, cli
+from nvfp4prep.layouts import LAYOUTS
+from nvfp4prep.layouts.logical import ENGINES
 from nvfp4prep.rules import BY_NAME
+from nvfp4prep.smoke.kernels import BACKENDS
 
 DENSE, QWEN, SPLIT = "qwen3-dense-nvfp4", "qwen3moe-nvfp4-perexpert", "tinymoe-nvfp4-splitscale"
 NAN_SCALE = damage.put(float("nan"), r"model\.layers\.0\.mlp\.experts\.3\.gate_proj\.input_scale")
 
 Fetch = Callable[[str], Path]
+
+
+def test_choices_are_those_there_are() -> None:
+    """The command line lists them itself, so that it starts without torch."""
+    assert tuple(LAYOUTS) == cli._LAYOUTS
+    assert ENGINES == cli._ENGINES
+    assert set(cli._BACKENDS) == {"auto", "emulator", *BACKENDS}
 
 
 # --- --json -----------------------------------------------------------------------------------------------------------

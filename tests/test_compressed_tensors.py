@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ import torch
 from compressed_oracle import Source, bf16, fold_of, nearest_bf16, packed_codes, written_weight
 from damage import Damage, Editable
 from qwen3_moe import Qwen3Moe
-from runner import Run, run, snapshot
+from runner import converted, manifest_of, refused, run
 from safetensors.torch import load_file, save_file
 
 W4A16, W4A8, AWQ = "qwen3moe-int4awq", "qwen3moe-w4a8awq", "qwen3moe-nvfp4-awqlite"
@@ -37,16 +36,6 @@ W13 = r".*\.experts\.\d+\.(gate|up)_proj\.pre_quant_scale"
 DOWNS = r".*\.experts\.\d+\.down_proj\.pre_quant_scale"
 
 Fetch = Callable[[str], Path]
-
-
-def converted(source: Path, out: Path, *options: object) -> oracle.View:
-    result = run("convert", source, out, *options)
-    assert result.code == 0, result.stderr
-    return oracle.read(out)
-
-
-def manifest_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "nvfp4prep.json").read_text())
 
 
 def checked(source: Path, folder: Path, *options: object) -> oracle.View:
@@ -535,15 +524,6 @@ def test_own_rounding_is_torch_s() -> None:
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
-
-
-def refused(source: Path, *options: object) -> Run:
-    """A conversion that must end with exit code 3, write nothing and leave the source alone."""
-    before = snapshot(source.parent)
-    result = run("convert", source, source.parent / "out", "--json", *options)
-    assert result.code == 3, result.stderr
-    assert snapshot(source.parent) == before
-    return result
 
 
 def router(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:

@@ -21,7 +21,7 @@ import pytest
 import torch
 import xxhash
 from damage import Damage, Editable
-from runner import run
+from runner import manifest_of, run
 
 from nvfp4prep.convert import Prepared, Result, prepare, write
 from nvfp4prep.errors import EnvironmentFault, InputRefused
@@ -53,10 +53,6 @@ def convert(source: Path, out: Path, *, overwrite: bool = False, workers: int = 
 
 def digests(folder: Path) -> dict[str, str]:
     return {name: hashlib.sha256(data).hexdigest() for name, data in oracle.relative_files(folder).items()}
-
-
-def manifest_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "nvfp4prep.json").read_text())
 
 
 # --- what must convert -----------------------------------------------------------------------------------------------
@@ -523,7 +519,7 @@ def test_an_expert_is_read_from_its_own_bytes() -> None:
     short = TensorInfo("b", "F32", (1, 16), "f", 256, 320)
     linear = Linear("l", Format.NVFP4, {"weight": weight, "weight_scale": weight, "bias": short}, 16, 16, 2)
     moe = MoeLayer("m", Format.NVFP4, 2, 16, 8, True, (), linear, linear, "halves")
-    read = reader(lambda tensor, start, length: bytes(length), {"w": weight, "b": short})
+    read = reader(lambda tensor, start, length: bytearray(length), {"w": weight, "b": short})
     load_expert(moe, 0, read, {})
     with pytest.raises(ValueError, match=r"b: \[1, 16\] has no expert 1"):
         load_expert(moe, 1, read, {})
@@ -585,7 +581,7 @@ def test_digests_of_tensors_in_several_pieces(
     piece, buffer = 3000, 1000
     for module in ("plan", "execute"):
         monkeypatch.setattr(f"nvfp4prep.{module}.PIECE_BYTES", piece)
-    monkeypatch.setattr("nvfp4prep.execute._READ_BYTES", buffer)
+    monkeypatch.setattr("nvfp4prep.execute.READ_BYTES", buffer)
     monkeypatch.setattr("nvfp4prep.execute._RESCALE_BYTES", buffer)
     halves = damage.reshape(EXPERTS, 2, within=GATE_UP)
     source = damage.damaged(checkpoint(GPTOSS), tmp_path / "source", halves, damage.multiply(GATE_UP, 1.0, 0.3))

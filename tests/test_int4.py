@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import checkpoints
 import damage
@@ -14,7 +12,7 @@ import oracle
 import pytest
 import torch
 from damage import Damage, Editable
-from runner import Run, run, snapshot
+from runner import converted, manifest_of, refused, run
 
 W4A16, W4A8, DSV3 = "qwen3moe-int4awq", "qwen3moe-w4a8awq", "dsv3-int4awq"
 SMALL = (W4A16, W4A8)
@@ -35,16 +33,6 @@ def source(request: pytest.FixtureRequest, checkpoint: Fetch, full_set: Mapping[
     if name not in full_set:
         pytest.skip(f"not available: {name} (NVFP4PREP_CHECKPOINTS)")
     return full_set[name]
-
-
-def converted(source: Path, out: Path, *options: object) -> oracle.View:
-    result = run("convert", source, out, *options)
-    assert result.code == 0, result.stderr
-    return oracle.read(out)
-
-
-def manifest_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "nvfp4prep.json").read_text())
 
 
 def gemm_of(name: str) -> str:
@@ -215,15 +203,6 @@ def test_another_group_size(checkpoint: Fetch, tmp_path: Path) -> None:
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
-
-
-def refused(source: Path, *options: object) -> Run:
-    """A conversion that must end with exit code 3, write nothing and leave the source alone."""
-    before = snapshot(source.parent)
-    result = run("convert", source, source.parent / "out", "--json", *options)
-    assert result.code == 3, result.stderr
-    assert snapshot(source.parent) == before
-    return result
 
 
 def replaced(name: str, value: torch.Tensor) -> Damage:

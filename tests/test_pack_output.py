@@ -682,6 +682,20 @@ def test_each_byte_is_read_once(
     assert checked > 100 or "gptoss" in name or "llama4" in name
 
 
+@pytest.mark.parametrize("name", ["qwen3moe-nvfp4-perexpert", "gptoss-nvfp4", "llama4-nvfp4"])
+def test_marlin_decides_without_weights(
+    name: str, checkpoint: LIST, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads all block scales before it packs, fused ones too, and no byte of a weight."""
+    source = checkpoint(name)
+    ready = read_checkpoint(str(source))
+    counts = reads_of(source, monkeypatch, lambda: convert.decide(ready, convert.Options("vllm-marlin")))
+    experts = data_of(source, r".*\.experts\..*(proj|w\d)(\.weight|\.weight_scale|_weight_scale)?")
+    parts = [(tensor, counts[file][start:end]) for file, ranges in experts.items() for start, end, tensor in ranges]
+    assert {int(count.min()) for tensor, count in parts if tensor.endswith("weight_scale")} == {1}
+    assert {int(count.max()) for tensor, count in parts if not tensor.endswith("weight_scale")} == {0}
+
+
 WATCHED = """
 import sys, threading
 from pathlib import Path

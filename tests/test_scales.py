@@ -27,6 +27,7 @@ from nvfp4prep.scales import (
 )
 from nvfp4prep.schema import build_schema
 from nvfp4prep.survey import decode_floats, encode_floats
+from nvfp4prep.widening import widened
 
 # --- an independent E4M3 -------------------------------------------------------------------------------------------
 
@@ -209,6 +210,7 @@ def test_all_16_bit_patterns_are_widened_by_value(dtype: str) -> None:
     raw = np.arange(1 << 16, dtype="<u2").tobytes()
     expected = torch.frombuffer(bytearray(raw), dtype=TORCH[dtype]).to(torch.float64).numpy()
     found = np.array(decode_floats(dtype, raw))
+    assert np.array_equal(widened(dtype, raw), found, equal_nan=True)  # the same for tensors
     assert np.array_equal(found, expected, equal_nan=True)
     assert np.array_equal(np.signbit(found), np.signbit(expected))
     finite = [value for value in found.tolist() if math.isfinite(value)]

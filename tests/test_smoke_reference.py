@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +140,7 @@ def opened(path: Path) -> tuple[Source, Mapping[str, Any], tuple[MoeLayer, ...]]
 
 def dequantised_layer(source: Source, moe: MoeLayer) -> Callable[[int], Weights]:
     """Experts of an NVFP4 checkpoint by its own stored scales."""
-    read = reader(partial(read_tensor, source), source.tensors)
+    read = reader(lambda *part: bytearray(read_tensor(source, *part)), source.tensors)
 
     def stored(expert: int, projection: str) -> Tensor | None:
         fused = {"gate": moe.gate_up, "up": moe.gate_up, "down": moe.down}[projection]

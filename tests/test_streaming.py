@@ -190,7 +190,7 @@ def test_side_files_of_any_size(hub: Hub, tmp_path: Path, monkeypatch: pytest.Mo
     (folder / "onnx").mkdir()
     shutil.copy(folder / "model.safetensors", folder / "onnx" / "x.safetensors")
     monkeypatch.setattr(remote, "SMALL_FILE_BYTES", 5000)
-    monkeypatch.setattr(remote, "_SIDE_FILE_PIECE", 200_000)
+    monkeypatch.setattr(remote, "SIDE_FILE_PIECE", 200_000)
     put(hub, folder)
     assert run("convert", REPO, tmp_path / "far", "-q", "--no-smoke").code == 0
     assert run("convert", folder, tmp_path / "near", "-q", "--no-smoke").code == 0

@@ -19,14 +19,15 @@ from nvfp4prep.errors import Stopped
 from nvfp4prep.findings import Finding
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.model_config import is_tied
+from nvfp4prep.scales import E4M3_NAN
 from nvfp4prep.schema import FLOAT_DTYPES, GROUP_SIZE, Format, Linear
 from nvfp4prep.source import opened_shards, read_part
 from nvfp4prep.widening import widened
 
 _CHUNK = 1 << 22
+"""Bytes looked at in one go: they stay in a CPU's cache from one look to the next."""
 _HALF = GROUP_SIZE // 2
 _MAGNITUDES = np.uint64(0x7777_7777_7777_7777)
-_E4M3_NAN = 0x7F
 _HALVES = (("gate_proj", "up_proj"), ("w1", "w3"))
 
 Read = Callable[[TensorInfo, int, int], bytes]
@@ -131,7 +132,7 @@ def _classify(
     counts.blocks += scale.size
     counts.zero += int(np.count_nonzero(zero))
     for kind, where in (
-        ("block-scale-nan", magnitude == _E4M3_NAN),
+        ("block-scale-nan", magnitude == E4M3_NAN),
         ("block-scale-negative", (scale > 0x80) & (scale != 0xFF)),
         ("block-scale-zero", zero & data),
     ):
@@ -309,7 +310,7 @@ def _fp8_nan(read: Read, linear: Linear) -> Finding | None:
     count, first = 0, 0
     for start in range(0, tensor.nbytes, _CHUNK):
         codes = np.frombuffer(read(tensor, start, min(_CHUNK, tensor.nbytes - start)), np.uint8)
-        bad = (codes & 0x7F) == _E4M3_NAN
+        bad = (codes & 0x7F) == E4M3_NAN
         hits = int(np.count_nonzero(bad))
         if hits and not count:
             first = start + int(bad.argmax())

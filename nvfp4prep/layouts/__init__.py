@@ -1,6 +1,7 @@
 """One file per kernel layout: REQUIRES, shapes, pack, unpack, tensor_names, scalars, parameters, kernel_args.
 
-To add a layout, write a module with the names that `Layout` lists and add it to LAYOUTS.
+To add a layout, write a module with the names that `Layout` lists and add it to `_MODULES`. What else knows layouts
+is in docs/architecture.md.
 """
 
 from __future__ import annotations

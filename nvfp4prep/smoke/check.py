@@ -271,7 +271,7 @@ def parameter_problems(
     """
     target, where = packed.target, moe.path + _in_rank(subject.target, rank)
     try:
-        facts = _facts(subject, moe, rank, packed, logical)
+        facts = _facts(moe, rank, packed, logical)
         part = _part_of(logical.scales, packed.experts, target.share(moe, rank.tp))
         wanted = target.module.scalars(part, packed.activation, facts)
         wrong = {name for name, value in wanted.items() if not _same_bits(packed.scalars.get(name), value)}
@@ -286,7 +286,7 @@ def parameter_problems(
     return found
 
 
-def _facts(subject: Subject, moe: MoeLayer, rank: Rank, packed: PackedLayer, logical: LogicalLayer) -> LayerFacts:
+def _facts(moe: MoeLayer, rank: Rank, packed: PackedLayer, logical: LogicalLayer) -> LayerFacts:
     """The layer's facts again, from the logical experts where they depend on block scales."""
     target, plain = packed.target, LayerFacts(packed.target.engine, packed.target.activation_dtype)
     if not target.module.REQUIRES.block_scale_maximum:

@@ -42,7 +42,7 @@ def weights_of(expert: Expert, scales: Scales | None, e: int = 0) -> Weights:
 
     def dequantise(matrix: Matrix, scale: Tensor | None) -> Tensor:
         if matrix.is_int4:
-            values = dequantize_int4(matrix.weight, matrix.scale)
+            values = dequantize_int4(matrix.weight, matrix.scale, 1)
             return values if scale is None else values * scale[e]
         return dequantize_nvfp4(matrix.weight, matrix.scale, 1.0 if scale is None else scale[e])
 

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.layouts.logical import LayoutError
-from nvfp4prep.schema import MoeLayer
+from nvfp4prep.numerics import floats
+from nvfp4prep.schema import FLOAT_DTYPES, MoeLayer
 from nvfp4prep.smoke.layer import Routing
 from nvfp4prep.source import Source, read_tensor
 
@@ -329,7 +330,6 @@ _WEIGHTS = ("gate.weight", "router.weight")
 _BIASES = ("gate.bias", "router.bias")
 _CORRECTIONS = ("gate.e_score_correction_bias", "e_score_correction_bias")
 _FOLDERS = ("", "common/")  # a packed output of several ranks keeps other tensors in common/
-_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def read_router(source: Source, moe: MoeLayer) -> Router | None:
@@ -364,7 +364,6 @@ def _stored(source: Source, moe: MoeLayer, names: tuple[str, ...]) -> TensorInfo
 
 
 def _read(source: Source, tensor: TensorInfo) -> Tensor:
-    dtype = _DTYPES.get(tensor.dtype)
-    if dtype is None:
+    if tensor.dtype not in FLOAT_DTYPES:
         raise LayoutError(f"{tensor.name}: a router stored as {tensor.dtype}; F32, BF16 or F16 was expected")
-    return torch.frombuffer(bytearray(read_tensor(source, tensor)), dtype=dtype).reshape(tensor.shape).float()
+    return floats(tensor.dtype, read_tensor(source, tensor)).reshape(tensor.shape)

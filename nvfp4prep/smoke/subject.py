@@ -347,7 +347,7 @@ def _unpacked_layer(
     share = moe.expert_count // target.ep
     parts = [_stored_own(moe, target, source, read, ep) for ep in range(target.ep)]
     joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    scales = _stored_scales(moe, moe.expert_count, joined | _stored_factors(moe, target, source, read))
+    scales = _stored_scales(moe, moe.expert_count, joined | _stored_factors(moe, target, read))
 
     @lru_cache(maxsize=2)
     def expert(e: int) -> Expert:
@@ -364,7 +364,7 @@ def _unpacked_layer(
     )
 
 
-def _stored_factors(moe: MoeLayer, target: Target, source: Source, read: Mapped) -> dict[str, Tensor]:
+def _stored_factors(moe: MoeLayer, target: Target, read: Mapped) -> dict[str, Tensor]:
     """What the kernel multiplies all experts' inputs by, w2's joined over the TP ranks."""
 
     def stored(gemm: str, tp: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Real kernels that run a packed layer on this machine's GPU, one module per backend.
 
-To add a backend, write a module with the names that `Backend` lists and add it to BACKENDS. Nothing here imports an
+To add a backend, write a module with the names that `Backend` lists and add it to `_MODULES`. Nothing here imports an
 engine or FlashInfer before a backend is asked for; `available` says in words why one can't be used.
 """
 
