@@ -263,7 +263,7 @@ def check_target(
             problem = "no place for the experts' pre_quant_scale (AWQ); --pre-quant-scale fold folds it away"
         if problem:
             findings.append(_error(f"{moe.path}: {problem}", target, moe))
-    if input_scale == "keep" and requires.input_scales and target.layout != "vllm-cutlass":
+    if input_scale == "keep" and requires.input_scales and not requires.input_scale_per_expert:
         findings.append(
             _error("the kernel takes one input scale per layer: --input-scale keep is for vllm-cutlass", target)
         )

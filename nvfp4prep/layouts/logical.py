@@ -108,7 +108,8 @@ class Requires:
 
     `format` is that of the experts, `groups` the sizes of group that the kernel knows. `alphas` is 2 when unequal
     gate/up global scales stay exact. `biases`: the kernel has a place for them. `block_scale_maximum`: packing needs
-    the largest block scale of the rank's experts first. `pre_quant_scale`: the kernel multiplies inputs by factors.
+    the largest block scale of the rank's experts first. `input_scale_per_expert`: the kernel takes one for each expert,
+    others one for the layer. `pre_quant_scale`: the kernel multiplies inputs by factors.
     `activation_dtypes`: what it computes in; int4 group scales are of that dtype.
     """
 
@@ -119,6 +120,7 @@ class Requires:
     alphas: int = 1
     biases: bool = False
     block_scale_maximum: bool = False
+    input_scale_per_expert: bool = False
     format: Format = Format.NVFP4
     groups: tuple[int, ...] = (GROUP_SIZE,)
     pre_quant_scale: bool = False

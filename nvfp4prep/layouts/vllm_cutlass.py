@@ -30,6 +30,7 @@ REQUIRES = Requires(
     kernel="cutlass_fp4_moe_mm",
     gpus=("sm100", "sm103", "sm110", "sm120", "sm121"),
     engines={"vllm": EngineRules("cutlass", 64, pad_gated=64, pad_plain=128)},
+    input_scale_per_expert=True,
 )
 
 
