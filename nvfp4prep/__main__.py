@@ -9,7 +9,7 @@ _GC_OBJECTS = 100_000
 
 
 def _end(code: int, message: str) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.write(2, f"error: {message}; nothing was left behind\n".encode())
     raise SystemExit(code)
@@ -26,7 +26,7 @@ def run() -> None:
     try:
         main()
     finally:  # what remains is the interpreter's own end
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
 
 

@@ -393,7 +393,8 @@ def convert(
         if share is not None:
             from nvfp4prep.sharing import SharedJob
 
-            job = SharedJob(pinned, tuple(one.options for one in prepared), share.count, overwrite)
+            named = pinned if checkpoint.source.revision else str(Path(src).expanduser().absolute())
+            job = SharedJob(named, tuple(one.options for one in prepared), share.count, overwrite)
             with _progress(total // share.count, bar=not as_json, enabled=not quiet) as advance:
                 conversion.write_share(
                     prepared, out, share, job, overwrite=overwrite, workers=threads, progress=advance
@@ -987,22 +988,25 @@ def _stops(as_json: bool) -> Iterator[_Ending]:
             _end(EXIT_ENVIRONMENT, [f"{place}{error.strerror or error}", *_notes(error)], (), as_json)
         except MemoryError as error:
             _end(EXIT_ENVIRONMENT, ["out of memory; use fewer --workers", *_notes(error)], (), as_json)
+        except ImportError as error:  # of a library, with too little memory or a broken installation
+            _end(EXIT_ENVIRONMENT, [f"a library can't be loaded: {error}", *_notes(error)], (), as_json)
         if _stdout.lost is not None:
             _end(EXIT_ENVIRONMENT, [f"stdout: {_stdout.lost}; {ending.on_disk}"], (), as_json)
 
 
 @contextmanager
 def _signals(ending: _Ending) -> Iterator[None]:
-    """SIGINT and SIGTERM raise in the main thread, and are remembered; a SIGINT that is ignored stays so."""
+    """SIGINT, SIGTERM and SIGHUP raise in the main thread, and are remembered; one that is ignored stays so."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, _: object) -> NoReturn:
-        ending.signalled = _Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        ending.signalled = KeyboardInterrupt if number == signal.SIGINT else _Terminated
         raise ending.signalled
 
-    taken = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    known = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    taken = [number for number in known if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, stop) for number in taken}
     try:
         yield

@@ -6,15 +6,17 @@ planned offsets. What a lost worker was at is done again elsewhere, by the sched
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from nvfp4prep.convert import Prepared, decide, identified
-from nvfp4prep.errors import EnvironmentFault, Stop
+from nvfp4prep.errors import EnvironmentFault, Stop, UsageFault
 from nvfp4prep.execute import Elsewhere, reported
 from nvfp4prep.journal import Outcome
 from nvfp4prep.options import Options
@@ -22,6 +24,10 @@ from nvfp4prep.plan import Plan
 from nvfp4prep.writer import PartialOutput
 
 CONNECT_SECONDS = 30
+WORKERS_SECONDS = 300
+"""Without any worker, after which nobody waits any longer."""
+_POLL_SECONDS = 1.0
+_ADDRESS = re.compile(r"(tcp|tls|ws|wss|ucx|ucxx)://([^\s/:\[\]]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
 BATCHES_PER_THREAD = 16
 """So many batches, for each of the cluster's threads, are small enough to spread evenly and to lose."""
 _RETRIES = 5
@@ -39,8 +45,11 @@ def on_dask(
         out: OUT, on storage that workers share.
 
     Raises:
+        UsageFault: `scheduler` is no address.
         EnvironmentFault: Dask is not installed.
     """
+    if _ADDRESS.fullmatch(scheduler) is None:
+        raise UsageFault(f"--scheduler {scheduler!r}: an address like tcp://host:8786 was expected")
     try:
         from distributed import Client
     except ImportError:
@@ -69,14 +78,32 @@ def _gathered(client: Any, todo: Sequence[int], of: tuple[object, ...]) -> Itera
     executor = client.get_executor(pure=False, retries=_RETRIES)
     batches = [tuple(todo[at : at + size]) for at in range(0, len(todo), size)]
     futures = [executor.submit(run_batch, *of, batch) for batch in batches]
+    left, seen = set(futures), time.monotonic()
     try:
-        for future in as_completed(futures):
-            failure = future.exception()
-            if failure is not None and not isinstance(failure, Stop):
-                raise EnvironmentFault(f"a Dask worker failed: {type(failure).__name__}: {failure}") from failure
-            yield from future.result()
+        while left:
+            done, left = wait(left, _POLL_SECONDS, FIRST_COMPLETED)
+            for future in done:
+                yield from _result(future)
+            if done or client.nthreads():
+                seen = time.monotonic()
+            elif time.monotonic() - seen > WORKERS_SECONDS:
+                raise EnvironmentFault(
+                    f"the Dask cluster has had no worker for {WORKERS_SECONDS} seconds; start one (dask worker), then "
+                    "the same command goes on"
+                )
     finally:
         executor.shutdown(wait=False)
+
+
+def _result(future: Future[list[tuple[int, Outcome]]]) -> list[tuple[int, Outcome]]:
+    try:
+        return future.result()
+    except Stop:
+        raise
+    except CancelledError:
+        raise EnvironmentFault("the Dask scheduler was lost; start one, then the same command goes on") from None
+    except Exception as failure:
+        raise EnvironmentFault(f"a Dask worker failed: {type(failure).__name__}: {failure}") from failure
 
 
 def run_batch(
@@ -94,11 +121,11 @@ def run_batch(
             f"{src}: a worker comes to another plan than the process that started the run: the checkpoint, or the "
             "version of nvfp4prep, is not the same there"
         )
-    output = PartialOutput(Path(out), identity)
     jobs = [prepared.job for prepared in targets]
-    with reported(targets[0].checkpoint.source, plan, jobs, output, 1, lambda count: None, numbers) as reports:
-        done = list(reports)
-    output.sync_written()
+    with PartialOutput(Path(out), identity).joined() as output:
+        with reported(targets[0].checkpoint.source, plan, jobs, output, 1, lambda count: None, numbers) as reports:
+            done = list(reports)
+        output.sync_written()
     return done
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from nvfp4prep.errors import EnvironmentFault, Stopped
+from nvfp4prep.errors import CheckFailed, EnvironmentFault, Stopped
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.journal import Outcome, finished, line
 from nvfp4prep.libc import keep_freed_memory
@@ -390,6 +390,9 @@ def shard_digests(plan: Plan, outcome: Outcome) -> dict[str, str]:
     """Each file's digest: XXH3-128 over the digests of its header and of its tensors' pieces, in file order.
 
     Pieces are 64 MiB; of tensors stacked over experts, one expert each.
+
+    Raises:
+        CheckFailed: a piece was not reported, though its item was: the journal of an earlier run is damaged.
     """
     by_file: dict[str, list[str]] = {shard.file: [] for shard in plan.shards}
     for key, tensor in plan.outputs.items():
@@ -401,6 +404,11 @@ def shard_digests(plan: Plan, outcome: Outcome) -> dict[str, str]:
             tensor = plan.outputs[key]
             pieces = tensor.shape[0] if key in plan.stacked else -(-tensor.nbytes // PIECE_BYTES)
             for number in range(pieces):
+                if (key, number) not in outcome.digests:
+                    raise CheckFailed(
+                        f"{shard.file}: nobody noted what was written of {tensor.name}: the journal of an earlier run "
+                        "is damaged; run again, which begins anew"
+                    )
                 whole.update(outcome.digests[key, number])
         digests[shard.file] = f"xxh3-128:{whole.hexdigest()}"
     return digests

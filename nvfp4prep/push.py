@@ -17,6 +17,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id  # typ
 from nvfp4prep import remote
 from nvfp4prep.card import README, card, read_manifests
 from nvfp4prep.errors import EnvironmentFault, UsageFault
+from nvfp4prep.manifest import MANIFEST
 from nvfp4prep.source import HubRepo, hub_advice, hub_repo
 
 T = TypeVar("T")
@@ -85,10 +86,11 @@ def push(out: Path, repo: HubRepo, *, private: bool = False, quiet: bool = False
         quiet: no progress bars.
 
     Raises:
-        UsageFault: it is no output of convert, or the repo holds shards that are not part of it.
+        UsageFault: it is no output of convert, or not all of one; or the repo holds shards that are not part of it.
         EnvironmentFault: the upload failed; repeating it goes on with what is missing.
     """
     manifests, text = read_manifests(out), card(out)
+    _check_complete(out, manifests)
     branch = repo.revision or _MAIN
     if quiet:
         disable_progress_bars()
@@ -127,6 +129,23 @@ def push(out: Path, repo: HubRepo, *, private: bool = False, quiet: bool = False
     with _faults(what, again):
         _tried(upload)
         return Pushed(repo.name, branch, _tried(upload_card), f"{api.endpoint}/{repo.name}/tree/{branch}")
+
+
+def _check_complete(out: Path, manifests: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse an output that lacks files of its manifests, or has them at other sizes. Raises UsageFault."""
+    for folder, manifest in manifests.items():
+        outputs = manifest.get("outputs")
+        if not isinstance(outputs, Mapping) or not outputs:
+            raise UsageFault(f"{out / folder / MANIFEST}: names no outputs; convert again")
+        for file, entry in outputs.items():
+            path, wanted = out / folder / file, entry.get("bytes") if isinstance(entry, Mapping) else None
+            found = path.stat().st_size if path.is_file() else None
+            if found is None or found != wanted:
+                what = "is missing" if found is None else f"has {found:,} bytes"
+                raise UsageFault(
+                    f"{path}: {what}, {MANIFEST} says {wanted} bytes; it can't be pushed: convert again, or look with "
+                    "nvfp4prep validate --level full"
+                )
 
 
 def _tried(work: Callable[[], T]) -> T:

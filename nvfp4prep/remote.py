@@ -10,6 +10,7 @@ import mmap
 import re
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +23,14 @@ from typing import Any, TypeVar
 import huggingface_hub
 from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RevisionNotFoundError
-from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    are_progress_bars_disabled,
+    build_hf_headers,
+    disable_progress_bars,
+    enable_progress_bars,
+    get_session,
+    hf_raise_for_status,
+)
 
 from nvfp4prep.errors import EnvironmentFault, InputRefused, Stopped
 from nvfp4prep.header import HeaderError, header_length, parse_header
@@ -266,8 +274,22 @@ def _fetch_small(files: HubFiles, names: Sequence[str]) -> Path:
             refuse("bad-json", f"{size} bytes, over the limit of {MAX_LARGE_JSON_BYTES}", file=name)
         if not name.endswith(".safetensors") and size < (MAX_LARGE_JSON_BYTES if is_json else SMALL_FILE_BYTES):
             small.append(glob.escape(name))
-    with hub_faults(files.repo):
+    with hub_faults(files.repo), _no_bars():
         return Path(huggingface_hub.snapshot_download(files.repo.name, revision=files.commit, allow_patterns=small))
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """huggingface_hub's progress bars, which are for large files, stay away."""
+    shown = not are_progress_bars_disabled()
+    with warnings.catch_warnings():  # HF_HUB_DISABLE_PROGRESS_BARS=0 wants them, and says so
+        warnings.simplefilter("ignore")
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bars()
 
 
 def _states_here(root: Path, shards: Mapping[str, int]) -> dict[str, FileState]:

@@ -28,6 +28,8 @@ from nvfp4prep.writer import (
     journal_head,
     journal_lines,
     locked,
+    not_known,
+    other_shares,
     partial_path,
     plan_of,
     share_path,
@@ -121,7 +123,8 @@ class SharedOutput(PartialOutput):
             try:
                 alone = _try_lock(descriptor, fcntl.LOCK_EX)
                 if (alone or _try_lock(descriptor, fcntl.LOCK_SH)) and _is(self._marker, descriptor):
-                    if plan_of(descriptor, self.partial) == self._plan:
+                    found = identity(self.partial)
+                    if plan_of(descriptor, found and found[1]) == self._plan:
                         self.makes_files = alone and not job_path(self.out).exists()
                         if alone and not self.makes_files:
                             fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -129,10 +132,7 @@ class SharedOutput(PartialOutput):
                     if alone and not job_path(self.out).exists():
                         self._begin(descriptor)
                         return descriptor
-                    raise UsageFault(
-                        f"{self.partial}: shares of something else are here (other options, source or version); give "
-                        "all shares the same command, or delete it and its .nvfp4prep files first"
-                    )
+                    raise UsageFault(other_shares(self.partial))
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -144,7 +144,7 @@ class SharedOutput(PartialOutput):
     def _begin(self, descriptor: int) -> None:
         """Make OUT.partial anew, alone."""
         if in_the_way(self.partial, self._marker):
-            raise UsageFault(f"{self.partial}: is in the way and was not left by nvfp4prep; move it")
+            raise UsageFault(not_known(self.partial))
         self._forget_shares()
         if os.path.lexists(self.partial):
             shutil.rmtree(self.partial)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -162,7 +163,8 @@ def open_unchanged(root: Path, file: str, before: FileState | None) -> int:
     try:
         descriptor = os.open(root / file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     except OSError as error:
-        raise EnvironmentFault(f"{file}: can't be opened: {error.strerror}") from None
+        advice = "; raise the limit (ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+        raise EnvironmentFault(f"{file}: can't be opened: {error.strerror}{advice}") from None
     try:
         _compare_state(file, before, os.fstat(descriptor))
     except BaseException:
@@ -297,6 +299,10 @@ def hub_faults(repo: HubRepo) -> Iterator[None]:
     except HFValidationError as error:
         refuse("no-such-checkpoint", f"{repo.name}: {error}")
     except hub_errors() as error:
+        if isinstance(error, OSError) and isinstance(error.filename, str):  # of a file here, not of the Hub
+            raise EnvironmentFault(
+                f"{error.filename}: {error.strerror}; huggingface_hub keeps files there; HF_HOME names another place"
+            ) from None
         raise EnvironmentFault(
             f"{repo}: no such directory here, and the Hub can't give it ({hub_advice(error)}); "
             "give a local directory, or fetch it first with `hf download`"

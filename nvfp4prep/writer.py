@@ -16,7 +16,7 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Self
@@ -53,6 +53,9 @@ def check_destination(out: Path, source_root: Path, *, overwrite: bool) -> None:
     parent = next(folder for folder in out.parents if folder.exists())
     if not parent.is_dir():
         raise UsageFault(f"{out}: {parent} is a file; choose another OUT")
+    most = os.pathconf(parent, "PC_NAME_MAX") - len(share_path(Path("x"), "99999-of-99999").name)
+    if len(os.fsencode(out.name)) > most:
+        raise UsageFault(f"{out.name}: a name of {len(os.fsencode(out.name))} bytes; it may have {most}")
     if _is_loop(source_root):
         message = f"{source_root}: a symbolic link that leads to itself; give the checkpoint's directory"
         raise InputRefused([Finding("no-such-checkpoint", "error", message)])
@@ -60,7 +63,7 @@ def check_destination(out: Path, source_root: Path, *, overwrite: bool) -> None:
     if source_root.exists():
         _check_source(out, source_root, {out.resolve(), partial, replaced})
     if in_the_way(partial, marker_path(out)):
-        raise UsageFault(f"{partial}: is in the way and was not left by nvfp4prep; move it, or choose another OUT")
+        raise UsageFault(f"{not_known(partial)}, or choose another OUT")
     if os.path.lexists(replaced):
         raise UsageFault(
             f"{replaced}: is in the way: the former {out.name} of a run that was killed; "
@@ -202,6 +205,23 @@ def in_the_way(partial: Path, marker: Path) -> bool:
     return partial.is_symlink() or not partial.is_dir() or any(partial.iterdir())
 
 
+def not_known(partial: Path) -> str:
+    """The message where `in_the_way`."""
+    marker = partial.with_name(f".{partial.name}.nvfp4prep")
+    return (
+        f"{partial}: is in the way, and {marker.name} beside it does not say that nvfp4prep left it; move or delete it"
+    )
+
+
+def other_shares(partial: Path) -> str:
+    """The message where OUT.partial is of shares of another plan."""
+    return (
+        f"{partial}: shares of something else are here (the source was changed since, or other options, or another "
+        "version of nvfp4prep); nothing of them was touched. Complete them as they were begun, or delete it and its "
+        ".nvfp4prep files"
+    )
+
+
 def identity(path: Path) -> Identity | None:
     try:
         found = path.lstat()
@@ -261,8 +281,9 @@ def _held(partial: Path) -> int:
 class _OpenFiles:
     """Files under a folder, of which a bounded number is open; one that nobody uses is closed for another."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, inode: int | None = None) -> None:
+        """`inode`: a descriptor of the folder; files are then those of that one, whatever has its name by now."""
+        self._folder, self._inode = folder, inode
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._limit = _MOST_FILES if soft == resource.RLIM_INFINITY else max(2, min(_MOST_FILES, soft // 4))
         self._descriptors: dict[str, int] = {}
@@ -290,7 +311,8 @@ class _OpenFiles:
                     raise EnvironmentFault(f"{file}: the run has ended")
                 descriptor = self._descriptors.pop(file, None)
                 if descriptor is None and len(self._descriptors) < self._limit:
-                    descriptor = os.open(self._folder / file, flags, 0o644)
+                    place = self._folder / file if self._inode is None else file
+                    descriptor = os.open(place, flags, 0o644, dir_fd=self._inode)
                 if descriptor is not None:
                     self._descriptors[file] = descriptor  # at the end: the one used last
                     self._uses[file] += 1
@@ -330,6 +352,7 @@ class PartialOutput:
         self._replaced, self._marker = replaced_path(self.out), marker_path(self.out)
         self._files = _OpenFiles(self.partial)
         self._shards: list[str] = []
+        self._side_files: list[str] = []
         self._fresh: Counter[str] = Counter()
         self._parents: list[Path] = []
         self._former: Identity | None = None
@@ -362,19 +385,45 @@ class PartialOutput:
             f"{self.partial}: another nvfp4prep is writing here; wait for it or choose another OUT",
         )
         if _MARKER_TEXT.fullmatch(os.pread(self._lock, os.fstat(self._lock).st_size, 0)) is None:
-            raise UsageFault(f"{self._marker}: is in the way and was not left by nvfp4prep; move it")
+            raise UsageFault(f"{self._marker}: is in the way and is no note of nvfp4prep's; move it")
         self._former = identity(self.out)
         if in_the_way(self.partial, self._marker):
-            raise UsageFault(f"{self.partial}: is in the way and was not left by nvfp4prep; move it")
-        if os.path.lexists(self.partial):  # left by a run that was killed
+            raise UsageFault(not_known(self.partial))
+        if os.path.lexists(self.partial):  # left by a run that was killed, or by shares
             self.journalled = self._read_journal()
             if self.journalled:
                 self._own, self._committed = identity(self.partial), True
                 return
+            if share_paths(self.out) and plan_of(self._lock, self.partial.lstat().st_ino) != self._plan:
+                raise UsageFault(other_shares(self.partial))
             shutil.rmtree(self.partial)
         self._forget_shares()
         self.partial.mkdir()
         self._begin_journal()
+
+    @contextmanager
+    def joined(self) -> Iterator[Self]:
+        """As a worker of the run that has OUT.partial: it may write there while the run's plan is this one.
+
+        Files are those of the folder as it is now: should a later run delete it and make another, a worker that nobody
+        waits for any longer can't write to that one.
+
+        Raises:
+            EnvironmentFault: OUT.partial is not there, or of another plan.
+        """
+        try:
+            with ExitStack() as stack:
+                inode = os.open(self.partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                stack.callback(os.close, inode)
+                marker = os.open(self._marker, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                stack.callback(os.close, marker)
+                if plan_of(marker, os.fstat(inode).st_ino) != self._plan:
+                    raise EnvironmentFault(f"{self.partial}: is another run's by now")
+                self._files = _OpenFiles(self.partial, inode)
+                stack.callback(self._files.close)
+                yield self
+        except OSError as error:
+            raise fault(self.partial, "can't be written to", error) from None
 
     def _read_journal(self) -> tuple[bytes, ...]:
         """The whole lines of a journal of the same plan, and of those of shares of it."""
@@ -532,6 +581,7 @@ class PartialOutput:
                     writer.write(piece)
                 writer.flush()
                 os.fsync(writer.fileno())
+            self._side_files.append(name)
         except OSError as error:
             raise fault(path, "can't be copied", error) from None
 
@@ -562,10 +612,12 @@ class PartialOutput:
     ) -> None:
         """Write the small files in the order given, sync, check what was written, and rename to the final name.
 
-        An existing OUT is moved aside first and deleted last, so that one of the two is complete at every moment. Where
-        `check` raises, the small files, without which nothing loads the rest, are taken away again.
+        Files that are not part of the output are deleted: an earlier run may have left them. An existing OUT is moved
+        aside first and deleted last, so that one of the two is complete at every moment. Where `check` raises, the
+        small files, without which nothing loads the rest, are taken away again.
         """
         try:
+            self._delete_strays()
             for name, data in small_files:
                 (self.partial / name).unlink(missing_ok=True)
                 with (self.partial / name).open("xb") as writer:
@@ -587,6 +639,13 @@ class PartialOutput:
             self._delete_former()
         except OSError as error:
             raise fault(self.out, "can't be finished", error) from None
+
+    def _delete_strays(self) -> None:
+        known = {self.partial / name for name in (*self._shards, *self._side_files)}
+        folders = {folder for path in known for folder in path.parents}
+        for path in sorted(self.partial.rglob("*"), reverse=True):  # what is in a folder before the folder
+            if path not in known and path not in folders:
+                path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def _check_unchanged(self, place: Path) -> None:
         if identity(place) != self._former:
@@ -612,11 +671,10 @@ class PartialOutput:
             shutil.rmtree(self._replaced)
 
 
-def plan_of(descriptor: int, partial: Path) -> str | None:
-    """The plan that an open marker names for an OUT.partial that is there, or None."""
+def plan_of(descriptor: int, inode: int | None) -> str | None:
+    """The plan that an open marker names for the OUT.partial of this inode, or None."""
     text = _MARKER_TEXT.fullmatch(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
-    found = identity(partial)
-    if text is None or text[2] is None or found is None or int(text[1]) != found[1]:
+    if text is None or text[2] is None or int(text[1]) != inode:
         return None
     return text[2].decode()
 
@@ -679,4 +737,6 @@ def fault(path: Path, what: str, error: OSError) -> EnvironmentFault:
         advice = "; free space and run again"
     elif error.errno in (errno.EMFILE, errno.ENFILE):
         advice = "; raise the limit (ulimit -n), or use a larger --max-shard-size"
+    elif error.errno == errno.EFBIG:
+        advice = "; raise the limit (ulimit -f), or use a smaller --max-shard-size"
     return EnvironmentFault(f"{path}: {what}: {error.strerror or error}{advice}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -290,6 +291,22 @@ def test_what_makes_no_sense(arguments: tuple[str, ...], words: str, hub: Hub, s
     result = run(*arguments)
     assert result.code == 2 and words in result.stderr
     assert not hub.requests and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("harm", ["gone", "cut", "no outputs"])
+def test_what_is_not_complete(harm: str, hub: Hub, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run("convert", source, out, "-q").code == 0
+    shard, manifest = next(out.glob("*.safetensors")), out / "nvfp4prep.json"
+    if harm == "gone":
+        shard.unlink()
+    elif harm == "cut":
+        os.truncate(shard, 1000)
+    else:
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "outputs": {}}))
+    result = run("push", out, REPO)
+    assert result.code == 2 and (manifest if harm == "no outputs" else shard).name in result.stderr
+    assert REPO not in hub.created
 
 
 def test_offline(hub: Hub, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

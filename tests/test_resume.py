@@ -62,6 +62,12 @@ def journal(out: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[2:-1] if path.exists() else []
 
 
+def forget_digests(marker: Path) -> None:
+    lines = marker.read_bytes().split(b"\n")
+    entry = json.loads(lines[3])
+    marker.write_bytes(b"\n".join([*lines[:3], json.dumps({**entry, "digests": []}).encode(), *lines[4:]]))
+
+
 def wait_for(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not ready():
@@ -166,7 +172,7 @@ def test_other_options_or_another_source_start_anew(
 
 
 @pytest.mark.parametrize(
-    "harm", ["journal cut", "journal garbage", "shard gone", "shard cut", "header", "another folder"]
+    "harm", ["journal cut", "journal garbage", "shard gone", "shard cut", "header", "strays", "another folder"]
 )
 def test_what_was_left_is_not_trusted_blindly(
     harm: str, checkpoint: Fetch, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
@@ -185,6 +191,10 @@ def test_what_was_left_is_not_trusted_blindly(
         os.truncate(shard, 1000)
     elif harm == "header":
         shard.write_bytes(b"\0" * 8 + shard.read_bytes()[8:])
+    elif harm == "strays":
+        (partial / "old").mkdir()
+        for name in ("model-00007-of-00009.safetensors", "chat_template.jinja", "old/x.json", "link"):
+            (partial / name).symlink_to("x") if name == "link" else (partial / name).write_text("of an earlier run")
     else:
         partial.rename(tmp_path / "aside")
         shutil.copytree(tmp_path / "aside", partial)
@@ -198,7 +208,21 @@ def test_what_was_left_is_not_trusted_blindly(
     assert snapshot(out) == snapshot(tmp_path / "straight")
 
 
-@pytest.mark.parametrize("fault", ["SIGTERM", "SIGINT"])
+def test_a_journal_without_digests(
+    checkpoint: Fetch, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """It is told, and the next run begins anew."""
+    source, out = checkpoint(QWEN), tmp_path / "out"
+    begun(start, source, out)
+    forget_digests(writer.marker_path(out))
+    result = run("convert", source, out, "--no-smoke", "-q")
+    assert result.code == 1 and "the journal of an earlier run is damaged" in result.stderr
+    assert run("convert", source, out, "--no-smoke", "-q").code == 0
+    assert run("convert", source, tmp_path / "straight", "--no-smoke", "-q").code == 0
+    assert snapshot(out) == snapshot(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("fault", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_long_run_that_is_ended_can_go_on(
     fault: str, checkpoint: Fetch, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -207,7 +231,7 @@ def test_a_long_run_that_is_ended_can_go_on(
     wait_for(process, lambda: len(journal(out)) >= 5)
     process.send_signal(getattr(signal, fault))
     _, stderr = process.communicate(timeout=20)
-    assert process.returncode == {"SIGINT": 130, "SIGTERM": 143}[fault]
+    assert process.returncode == (130 if fault == "SIGINT" else 143)
     assert "the same command goes on from there" in stderr and "Traceback" not in stderr
     assert not out.exists()
     assert run("convert", source, out, "--no-smoke", "-q").code == 0

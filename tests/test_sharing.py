@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from distributed import Client, LocalCluster
 from runner import run, snapshot
 
 from nvfp4prep import cluster, execute, sharing, writer
+from nvfp4prep import convert as conversion
 from nvfp4prep.errors import EnvironmentFault, InputRefused
 from nvfp4prep.findings import Finding
 from nvfp4prep.options import Options
@@ -192,8 +195,33 @@ def test_another_command_does_not_touch_the_shares(other: tuple[str, ...], check
     before = snapshot(tmp_path)
     refused = run("convert", source, out, "--no-smoke", "-q", "--shard", "2/2", *other)
     assert refused.code == 2
-    assert "give all shares the same command" in refused.stderr
+    assert "shares of something else are here" in refused.stderr
     assert snapshot(tmp_path) == before
+    refused = run("convert", source, out, "--no-smoke", "-q", *other)  # nor does one without shares
+    assert refused.code == 2
+    assert "shares of something else are here" in refused.stderr
+    assert snapshot(tmp_path) == before
+
+
+def test_finish_after_the_source_was_changed(
+    checkpoint: Fetch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the shares wrote stays, and is what `finish` takes once the source is the same again."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(checkpoint(QWEN), source)
+    monkeypatch.chdir(tmp_path)
+    for index in (1, 2):
+        convert(Path("source"), out, "--shard", f"{index}/2")
+    before, shard = snapshot(tmp_path), source / "model.safetensors"
+    times = shard.stat()
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
+    refused = run("finish", out, "--no-smoke", "-q")
+    assert refused.code == 2
+    assert "the source was changed since" in refused.stderr
+    assert snapshot(tmp_path) == before
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+    monkeypatch.chdir("/")  # shares were given a relative path
+    assert run("finish", out, "--no-smoke", "-q").code == 0
 
 
 def test_shares_replace_an_output_when_asked(checkpoint: Fetch, tmp_path: Path) -> None:
@@ -287,6 +315,74 @@ def test_a_worker_is_killed(checkpoint: Fetch, dask: LocalCluster, tmp_path: Pat
         os.kill(next(iter(pids.values())), signal.SIGKILL)
         assert process.wait(120) == 0
     assert snapshot(out) == snapshot(alone)
+
+
+def test_a_worker_of_a_run_that_is_no_more(checkpoint: Fetch, tmp_path: Path) -> None:
+    """It does not write into what another run makes under the same name, nor where nothing is made."""
+    source, out = checkpoint(QWEN), tmp_path / "out"
+    prepared = conversion.prepare(str(source), Options())
+    planned, identity = conversion.identified([prepared])
+    batch = (str(source), (Options(),), ("",), str(out), identity, tuple(range(len(planned.items))))
+    with pytest.raises(EnvironmentFault, match="can't be written to"):
+        cluster.run_batch(*batch)
+    with writer.PartialOutput(out, "0" * 32) as output:
+        output.open_shards(planned.shards)
+        before = snapshot(output.partial)
+        with pytest.raises(EnvironmentFault, match="another run's"):
+            cluster.run_batch(*batch)
+        assert snapshot(output.partial) == before
+
+
+def test_a_worker_keeps_to_the_folder_that_it_began_with(checkpoint: Fetch, tmp_path: Path) -> None:
+    shards = conversion.prepare(str(checkpoint(QWEN)), Options()).plan.shards
+    with writer.PartialOutput(tmp_path / "out", "0" * 32) as mine:
+        mine.open_shards(shards)
+        with writer.PartialOutput(tmp_path / "out", "0" * 32).joined() as worker:
+            mine.partial.rename(tmp_path / "moved")
+            mine.partial.mkdir()
+            (mine.partial / shards[0].file).write_bytes(b"another's")
+            worker.write(shards[0].file, shards[0].nbytes - 3, b"end")
+            worker.sync_written()
+        assert (mine.partial / shards[0].file).read_bytes() == b"another's"
+        assert (tmp_path / "moved" / shards[0].file).read_bytes()[-3:] == b"end"
+
+
+def test_the_scheduler_is_lost(checkpoint: Fetch, tmp_path: Path) -> None:
+    cluster_of_one = LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None)
+    with Client(cluster_of_one) as client:
+        client.run(_hurry_slowly, 0.05)
+    command = ("convert", checkpoint(QWEN), tmp_path / "out", "--no-smoke", "-q", "--executor", "dask", "--scheduler")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "nvfp4prep", *map(str, command), cluster_of_one.scheduler_address],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "out.partial" / "model.safetensors").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.5)
+    cluster_of_one.close()
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 4
+    assert re.search("^error: .*(scheduler|worker)", errors, re.MULTILINE) and "nvfp4prep/cluster.py" not in errors
+
+
+def test_no_worker_for_long(checkpoint: Fetch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "WORKERS_SECONDS", 1)
+    monkeypatch.setattr(cluster, "_POLL_SECONDS", 0.1)
+    with LocalCluster(n_workers=0, dashboard_address=None) as empty:
+        there = ("--executor", "dask", "--scheduler", empty.scheduler_address)
+        refused = run("convert", checkpoint(QWEN), tmp_path / "out", "--no-smoke", "-q", *there)
+    assert refused.code == 4 and "has had no worker for 1 seconds" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "address", ["", "foo", "tcp://", "tcp://127.0.0.1:notaport", "http://127.0.0.1:1", "inproc://x", "tcp://a b:1"]
+)
+def test_addresses_that_are_none(address: str, checkpoint: Fetch, tmp_path: Path) -> None:
+    refused = run("convert", checkpoint(QWEN), tmp_path / "out", "-q", "--executor", "dask", "--scheduler", address)
+    assert refused.code == 2 and "tcp://host:8786" in refused.stderr
 
 
 def test_a_worker_that_sees_something_else(checkpoint: Fetch, tmp_path: Path) -> None:

@@ -125,6 +125,13 @@ def test_out_that_changes_during_the_run_is_kept(existed: bool, source: Path, tm
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out", *(["away"] if existed else [])}
 
 
+@pytest.mark.parametrize("length", [180, 255])
+def test_names_that_leave_no_room(length: int, source: Path, tmp_path: Path) -> None:
+    """Beside OUT lie a folder and files whose names are longer."""
+    result = run("convert", source, tmp_path / ("o" * length), "--no-smoke", "-q")
+    assert (result.code, "it may have" in result.stderr) == ((0, False) if length == 180 else (2, True))
+
+
 # --- symbolic links that lead to themselves --------------------------------------------------------------------------
 
 
