@@ -127,6 +127,28 @@ def inspect(src: str, layer: int | None) -> Inspection:
     )
 
 
+def other_targets(checkpoint: Checkpoint) -> str | None:
+    """What else than `hf` the experts may be converted to, in a sentence; None where there are no quantised ones."""
+    layers = [moe for moe in checkpoint.schema.moe_layers if moe.format in (Format.NVFP4, Format.INT4)]
+    linears = [linear for moe in layers for linear in (*moe.w13, *moe.w2)]
+    if not linears:
+        return None
+    fold = " and --pre-quant-scale fold" if any("pre_quant_scale" in linear.params for linear in linears) else ""
+    if any(moe.format is Format.INT4 for moe in layers):
+        return (
+            f"vLLM and SGLang read ModelOpt's int4 in another form: --target compressed-tensors{fold}; or packed for a "
+            "kernel: --target vllm-marlin, and those in docs/int4.md."
+        )
+    if fold:
+        return (
+            f"vLLM and SGLang leave out the experts' pre_quant_scale: --target compressed-tensors{fold}, or a packed "
+            "target with it, serves them right."
+        )
+    if any(linear.module in checkpoint.weight_only for linear in linears):
+        return "Weight-only experts: --target vllm-marlin packs them for Marlin kernels, the only ones that fit."
+    return "For Blackwell (B200, B300), --target flashinfer-trtllm packs the experts for its kernel."
+
+
 # --- what is stored --------------------------------------------------------------------------------------------------
 
 

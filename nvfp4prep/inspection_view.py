@@ -12,7 +12,7 @@ from rich.text import Text
 
 from nvfp4prep.engines import TITLES, Outcome, Reason, Verdict
 from nvfp4prep.findings import Finding, ranges
-from nvfp4prep.inspection import Detail, Inspection, Outlook, linear_scales
+from nvfp4prep.inspection import Detail, Inspection, Outlook, linear_scales, other_targets
 from nvfp4prep.render import add_row, plain, size
 from nvfp4prep.render import findings as finding_lines
 from nvfp4prep.scales import fault
@@ -40,6 +40,8 @@ def inspection(found: Inspection) -> RenderableType:
     elif found.layers or found.groups:
         parts += [Text(), *_scales(found)]
     parts += [Text(), *_engines(found), Text(), *_outlook(found.outlook)]
+    if (hint := other_targets(found.checkpoint)) and not (found.outlook.refused and found.outlook.remedy is None):
+        parts += [Text(), Text(hint)]
     lines = finding_lines(_other_findings(found), verbose=False)
     if lines:
         parts += [Text(), Text("findings", style="bold"), *map(_indented, lines)]

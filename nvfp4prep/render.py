@@ -10,10 +10,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.convert import Prepared, Result
 from nvfp4prep.execute import Job
 from nvfp4prep.findings import Finding, printable
+from nvfp4prep.inspection import other_targets
 from nvfp4prep.manifest import by_layer, total_counts
 from nvfp4prep.scales import GlobalScaleReport, InputScaleReport, RescaleCounts, changes
 
@@ -188,19 +188,9 @@ def result(targets_: Sequence[Prepared], done: Result) -> RenderableType:
             lines.append(plain(text, style="yellow"))
     written = sum(entry["bytes"] for manifest in done.manifests for entry in manifest["outputs"].values())
     lines.append(plain(f"Done: {done.out} ({size(written)}); nvfp4prep.json says what was changed.", style="green"))
-    if [prepared.options.target for prepared in targets_] == ["hf"] and (hint := _packed_hint(targets_[0].checkpoint)):
+    if [prepared.options.target for prepared in targets_] == ["hf"] and (hint := other_targets(targets_[0].checkpoint)):
         lines.append(Text(hint))
     return Group(*lines)
-
-
-def _packed_hint(checkpoint: Checkpoint) -> str | None:
-    """The packed target for Blackwell, where the experts can be packed."""
-    linears = [linear for moe in checkpoint.schema.nvfp4_layers for linear in (*moe.w13, *moe.w2)]
-    if not linears or any("pre_quant_scale" in linear.params for linear in linears):
-        return None
-    if any(linear.module in checkpoint.weight_only for linear in linears):
-        return "Weight-only experts: --target vllm-marlin packs them for Marlin kernels, the only ones that fit."
-    return "For Blackwell (B200, B300), --target flashinfer-trtllm packs the experts for its kernel."
 
 
 def _rescaled(prepared: Prepared, rescaled: Mapping[str, RescaleCounts]) -> list[Text]:

@@ -290,3 +290,21 @@ def test_names_are_shown_as_they_are(evil: str, checkpoint: Checkpoint, tmp_path
     for layer in (0, None):
         done = run("inspect", source, *(("--layer", layer) if layer is not None else ()))
         assert done.code == 0, done
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("qwen3moe-int4awq", "--target compressed-tensors and --pre-quant-scale fold; or packed"),
+        ("qwen3moe-nvfp4-awqlite", "leave out the experts' pre_quant_scale"),
+        ("qwen3moe-w4a16nvfp4", "--target vllm-marlin"),
+        ("qwen3moe-nvfp4-perexpert", "--target flashinfer-trtllm"),
+        ("qwen3-dense-nvfp4", None),
+    ],
+)
+def test_the_way_on_is_named(name: str, words: str | None, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """By inspect, and by convert once it has written `hf`."""
+    told = [run("inspect", checkpoint(name)).stdout, run("convert", checkpoint(name), tmp_path / "out").stdout]
+    for text in told:
+        joined = " ".join(text.split())
+        assert words in joined if words else "--target" not in joined
