@@ -201,7 +201,8 @@ def warm(source: Path) -> None:
 
 
 def touch(size: int) -> None:
-    """Use memory, and give it back."""
+    """Use memory, a quarter of all there is at most, and give it back."""
+    size = min(size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
     subprocess.run([sys.executable, "-c", "import sys; b'1' * int(sys.argv[1])", str(size)], check=True)
 
 

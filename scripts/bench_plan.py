@@ -144,6 +144,7 @@ def write_configs(folder: Path, layers: int, experts: int, excluded: list[str]) 
     config = {
         "architectures": ["DeepseekV3ForCausalLM"],
         "first_k_dense_replace": min(DENSE, layers),
+        "hidden_act": "silu",
         "hidden_size": HIDDEN,
         "intermediate_size": INTERMEDIATE,
         "kv_lora_rank": KV_RANK,
@@ -268,9 +269,12 @@ def plan_stages(folder: Path) -> dict[str, float]:
 
 def commands(folder: Path) -> dict[str, list[str]]:
     cli = [sys.executable, "-m", "nvfp4prep"]
+    dry = [*cli, "convert", "--dry-run", "--json", str(folder), str(folder) + "-out"]
     return {
         "headers, schema, plan": [sys.executable, __file__, "--stages", str(folder)],
-        "convert --dry-run --json": [*cli, "convert", "--dry-run", "--json", str(folder), str(folder) + "-out"],
+        "convert --dry-run": dry,
+        "  --target flashinfer-trtllm": [*dry, "--target", "flashinfer-trtllm", "--w13-scale", "unify"],
+        "  --target compressed-tensors": [*dry, "--target", "compressed-tensors"],
         "validate --level headers": [*cli, "validate", "--level", "headers", str(folder)],
         "validate": [*cli, "validate", str(folder)],
         "inspect --json": [*cli, "inspect", "--json", str(folder)],
@@ -299,14 +303,14 @@ def benchmark(folder: Path, runs: int) -> dict[str, Measured]:
     """Measure every command and print the table."""
     print(f"checkpoint: {describe(folder)}")
     print(f"machine:    {machine()}")
-    print(f"\n{'':26} {f'best of {runs}':>10} {'peak RSS':>10}")
+    print(f"\n{'':30} {f'best of {runs}':>10} {'peak RSS':>10}")
     found: dict[str, Measured] = {}
     for label, command in commands(folder).items():
         result = found[label] = measure(command, runs)
         if result.error is not None:
-            print(f"{label:26} failed, {result.error}")
+            print(f"{label:30} failed, {result.error}")
             continue
-        print(f"{label:26} {result.seconds:8.2f} s {result.peak_bytes / 2**20:6.0f} MiB")
+        print(f"{label:30} {result.seconds:8.2f} s {result.peak_bytes / 2**20:6.0f} MiB")
         if label.startswith("headers"):
             stages = json.loads(result.output)
             print("  last run: " + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in stages.items()))
