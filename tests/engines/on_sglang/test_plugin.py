@@ -297,6 +297,37 @@ def test_other_weights_than_by_default(made: Made, change: str) -> None:
             fill(Model([module]), packed)
 
 
+@pytest.mark.parametrize("change", ["megamoe", "cutedsl v1", "w4a16"])
+def test_other_forms_of_the_weights(made: Made, change: str) -> None:
+    layout = "flashinfer-trtllm" if change == "megamoe" else "flashinfer-cutedsl"
+    hf, packed = made(NAME, "hf"), nvfp4prep.open(made(NAME, layout, engine="sglang"))
+    where = "nvfp4prep.sglang_plugin.experts"
+    dispatch = SimpleNamespace(is_megamoe=lambda: change == "megamoe", value="other")
+    with sglang_moe.running(hf, layout, 1, 1, (0, 0)), pytest.MonkeyPatch.context() as patched:
+        [module] = modules_of(hf, [packed.layers[0]])
+        message = r"not packed for --moe-a2a-backend other; use none"
+        if change == "w4a16":
+            patched.setattr(f"{where}.envs.SGLANG_FLASHINFER_CUTEDSL_NVFP4_W4A16.get", lambda: True)
+            message = "told to use none of them"
+        else:
+            patched.setattr(f"{where}.get_moe_a2a_backend", lambda: dispatch)
+            v1 = property(lambda self: change == "cutedsl v1")
+            patched.setattr(type(module.quant_method), "_is_cutedsl_v1_deepep", v1)
+        with pytest.raises(UsageFault, match=message):
+            fill(Model([module]), packed)
+
+
+def test_another_activation(made: Made) -> None:
+    """The model's clamp is not in config.json: trtllm's kernel would be given what the output does not hold."""
+    hf, packed = made(NAME, "hf"), nvfp4prep.open(made(NAME, "flashinfer-trtllm", engine="sglang"))
+    with sglang_moe.running(hf, "flashinfer-trtllm", 1, 1, (0, 0)):
+        [module] = modules_of(hf, [packed.layers[0]])
+        module.moe_runner_config.gemm1_clamp_limit = 7.0
+        message = r"packed with \[\], and SGLang's model computes with \['gemm1_clamp_limit'\]"
+        with pytest.raises(UsageFault, match=message):
+            fill(Model([module]), packed)
+
+
 def test_dispatch_in_nvfp4_with_cutedsl(made: Made) -> None:
     with patch.object(modelopt_quant, "_use_nvfp4_dispatch", lambda: True):
         refuses(made(NAME, "hf"), made(NAME, "flashinfer-cutedsl", engine="sglang"), "not packed for dispatch in NVFP4")

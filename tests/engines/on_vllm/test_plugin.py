@@ -265,6 +265,26 @@ def test_experts_that_move(made: Made, change: str, message: str) -> None:
         model_loader.get_model_loader(LoadConfig(load_format="nvfp4prep")).load_weights(Model([module]), config)
 
 
+def test_activations_scaled_per_token(made: Made) -> None:
+    packed = made(NAME, "flashinfer-trtllm")
+    config, quantization = config_of(packed)
+    module = vllm_moe.make_experts(quantization, nvfp4prep.open(packed).layers[0], 1, 1, (0, 0))
+    module.quant_method.per_token_activation = True
+    with pytest.raises(UsageFault, match="packed with the checkpoint's input scales, and activations are scaled per"):
+        model_loader.get_model_loader(LoadConfig(load_format="nvfp4prep")).load_weights(Model([module]), config)
+
+
+def test_another_activation(made: Made) -> None:
+    """The model's clamp is not in config.json: trtllm's kernel would be given what the output does not hold."""
+    packed = made(NAME, "flashinfer-trtllm")
+    config, quantization = config_of(packed)
+    module = vllm_moe.make_experts(quantization, nvfp4prep.open(packed).layers[0], 1, 1, (0, 0))
+    model_loader.get_model_loader(LoadConfig(load_format="nvfp4prep")).load_weights(Model([module]), config)
+    module.gemm1_clamp_limit = nn.Parameter(torch.full((8,), 7.0), requires_grad=False)
+    with pytest.raises(UsageFault, match=r"packed with g1_scale_c, and .* computes with g1_scale_c, gemm1_clamp_limit"):
+        vllm_moe.process(module)
+
+
 def test_another_load_format(made: Made) -> None:
     """The module was made for packed experts, and something else loaded the model."""
     packed = made(NAME, "flashinfer-trtllm")
