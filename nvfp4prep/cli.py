@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from decimal import Decimal
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+from click.core import ParameterSource
 
 from nvfp4prep import __version__
 from nvfp4prep.errors import (
@@ -187,6 +188,8 @@ _LAYOUTS = (
     "sglang-w4afp8",
     "flashinfer-mxint4",
 )
+_OF_PACKED = ("engine", "tp", "ep", "activation_dtype")
+"""Options that say how experts are packed."""
 _ENGINES = ("vllm", "sglang", "flashinfer")
 _TARGETS = ("hf", "compressed-tensors", *_LAYOUTS, "auto")
 _BACKENDS = (
@@ -363,6 +366,8 @@ def convert(
 
         threads = workers or conversion.default_workers()
         names = _resolve_targets(targets, gpu)
+        if "auto" not in targets:
+            _check_used(names)
         try:
             writer.check_destination(out, Path(src).expanduser(), overwrite=overwrite)
         except UsageFault as fault:
@@ -377,7 +382,8 @@ def convert(
         pinned = f"{checkpoint.source.spec}@{checkpoint.source.revision}" if checkpoint.source.revision else src
         prepared = []
         for number, name in enumerate(names):
-            options = Options(name, max_shard_bytes=max_shard_size, **choices)
+            mine = {key: value for key, value in choices.items() if name in _LAYOUTS or key not in _OF_PACKED}
+            options = Options(name, max_shard_bytes=max_shard_size, **mine)
             folder = name if len(names) > 1 else ""
             prepared.append(conversion.decide(checkpoint, options, folder, number, threads))
             if not (as_json or quiet):
@@ -551,6 +557,19 @@ def push(out: Path, repo: str, private: bool, as_json: bool, quiet: bool) -> Non
             _print_json({"out": str(out), "pushed": pushed})
 
 
+def _check_used(names: Sequence[str]) -> None:
+    """Refuse options of packed targets where none is asked for."""
+    if any(name in _LAYOUTS for name in names):
+        return
+    context = click.get_current_context()
+    for name in _OF_PACKED:
+        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            option = "--" + name.replace("_", "-")
+            raise click.UsageError(
+                f"{option} is for packed targets, such as {_LAYOUTS[0]}; asked for: {', '.join(names)}"
+            )
+
+
 def _resolve_targets(targets: tuple[str, ...], gpu: str | None) -> list[str]:
     """The targets asked for, without repeats, `auto` resolved."""
     if gpu is not None and "auto" not in targets:
@@ -593,7 +612,11 @@ def unpack(packed: Path, out: Path, workers: int | None, overwrite: bool, as_jso
 @click.argument("ckpt")
 @click.option("--reference", help="The original BF16 checkpoint: directory or Hub repo.")
 @click.option("--source", help="The ModelOpt checkpoint that a packed CKPT was made from.")
-@click.option("--target", type=click.Choice(_LAYOUTS), help="What a logical CKPT is packed for.  [default: auto]")
+@click.option(
+    "--target",
+    type=click.Choice(_LAYOUTS),
+    help="What a logical CKPT is packed for.  [default: flashinfer-trtllm, or the first that takes its experts]",
+)
 @click.option("--engine", type=click.Choice(_ENGINES), help="With --target.  [default: as in convert]")
 @click.option("--backend", type=click.Choice(_BACKENDS), default="auto", show_default=True, help="What runs it.")
 @click.option(

@@ -53,7 +53,9 @@ def on_dask(
     try:
         from distributed import Client
     except ImportError:
-        raise EnvironmentFault("--executor dask needs Dask: pip install 'nvfp4prep[distributed]'") from None
+        raise EnvironmentFault(
+            "--executor dask needs Dask: pip install 'nvfp4prep[distributed]' (in a clone: '.[distributed]')"
+        ) from None
     place = str(Path(src).absolute()) if Path(src).exists() else src
 
     def elsewhere(identity: str) -> Elsewhere:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,8 +152,22 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
     quant = qc.rewrite(schema, checkpoint.quant, checkpoint.exclude)
     if job is not None and (folded := {*folds, *(() if job.factors else job.rows)}):
         quant = _without_factors(checkpoint, quant, folded)
+    if job is not None or options.target == COMPRESSED:
+        found = _of_factors_left(found, quant, options.target)
     whole = Job(resolution, job, folds)
     return Prepared(checkpoint, options, policy, shard_bytes, plan, whole, quant, tuple(found), folder)
+
+
+def _of_factors_left(found: Iterable[Finding], quant: qc.QuantConfig, target: str) -> list[Finding]:
+    """The findings, where the experts' pre_quant_scale goes elsewhere: what is left of the warning about NVFP4_AWQ."""
+    kept = [finding for finding in found if finding.rule != "nvfp4-awq"]
+    if target != COMPRESSED and quant.algo == "NVFP4_AWQ":
+        message = (
+            "quant_algo stays NVFP4_AWQ, for linears outside the experts that keep their pre_quant_scale: vLLM refuses "
+            "it, with its plugin too; --target compressed-tensors folds those as well"
+        )
+        kept.append(Finding("nvfp4-awq", "warning", message, qc.CONFIG))
+    return kept
 
 
 def _without_factors(checkpoint: Checkpoint, quant: qc.QuantConfig, folds: Collection[str]) -> qc.QuantConfig:

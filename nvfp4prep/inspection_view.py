@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -44,7 +45,7 @@ def inspection(found: Inspection) -> RenderableType:
         parts += [Text(), Text(hint)]
     lines = finding_lines(_other_findings(found), verbose=False)
     if lines:
-        parts += [Text(), Text("findings", style="bold"), *map(_indented, lines)]
+        parts += [Text(), Text("findings", style="bold"), *map(_Indented, lines)]
     return Group(*parts)
 
 
@@ -54,8 +55,17 @@ def _other_findings(found: Inspection) -> list[Finding]:
     return [finding for finding in found.checkpoint.findings if id(finding) not in shown]
 
 
-def _indented(part: RenderableType) -> Padding:
-    return Padding(part, (0, 0, 0, 2), expand=False)
+@dataclass(frozen=True, slots=True)
+class _Indented:
+    """A part, indented; where nothing is wrapped (a pipe), whole lines too."""
+
+    part: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        if console.soft_wrap and isinstance(self.part, Text):
+            yield Text("  ").append_text(self.part)
+        else:
+            yield Padding(self.part, (0, 0, 0, 2), expand=False)
 
 
 def _grid() -> Table:
@@ -399,7 +409,7 @@ def _outlook(outlook: Outlook) -> Iterator[RenderableType]:
     elif outlook.refused:
         yield plain(f"convert would refuse it without {outlook.remedy}", style="bold")
     for line in finding_lines(outlook.refused, verbose=False):
-        yield _indented(line)
+        yield _Indented(line)
     if outlook.refused and outlook.remedy is None:
         return
     if outlook.remedy:
@@ -407,4 +417,4 @@ def _outlook(outlook: Outlook) -> Iterator[RenderableType]:
     else:
         yield Text("convert would change", style="bold")
     for change in outlook.changes or ("nothing but the layout of files and configs, and the manifest",):
-        yield _indented(plain(f"- {change}"))
+        yield _Indented(plain(f"- {change}"))

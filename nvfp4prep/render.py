@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -15,7 +16,9 @@ from nvfp4prep.execute import Job
 from nvfp4prep.findings import Finding, printable
 from nvfp4prep.inspection import other_targets
 from nvfp4prep.manifest import by_layer, total_counts
+from nvfp4prep.options import COMPRESSED
 from nvfp4prep.scales import GlobalScaleReport, InputScaleReport, RescaleCounts, changes
+from nvfp4prep.schema import Format
 
 _SHOWN_FILES = 12
 STYLE = {"error": "bold red", "warning": "yellow", "info": "dim"}
@@ -87,7 +90,7 @@ def plan(prepared: Prepared, verbose: bool) -> RenderableType:
     if prepared.job.pack is not None:
         target = prepared.job.pack.target
         add_row(facts, "", f"layout {target.layout_id}, TP {target.tp}, EP {target.ep}")
-    add_row(facts, "", f"quant_algo {prepared.quant.algo}, {len(prepared.quant.exclude)} modules excluded by name")
+    add_row(facts, "", _configured(prepared))
     add_row(facts, "scales", _decisions(prepared))
     parts: list[RenderableType] = [facts, *findings(prepared.findings, verbose)]
     if verbose:
@@ -95,14 +98,28 @@ def plan(prepared: Prepared, verbose: bool) -> RenderableType:
     return Group(*parts)
 
 
+def _configured(prepared: Prepared) -> str:
+    """What the configuration will say."""
+    if prepared.options.target != COMPRESSED:
+        return f"quant_algo {prepared.quant.algo}, {len(prepared.quant.exclude)} modules excluded by name"
+    from nvfp4prep import compressed_tensors
+
+    section = compressed_tensors.quantization_config(prepared.checkpoint, prepared.quant, prepared.job.folds)
+    unpacked = len(compressed_tensors.unpacked(prepared.checkpoint, prepared.job.folds))
+    return f"format {section['format']}, {len(section['ignore'])} modules ignored" + (
+        f", {unpacked} of them quantised before and BF16 now" if unpacked else ""
+    )
+
+
 def _decisions(prepared: Prepared) -> str:
     resolution = prepared.resolution
     unified = sum(len(report.pairs) for report in resolution.global_scales if report.unified)
     apart = sum(len(report.pairs) for report in resolution.global_scales if not report.unified)
+    agreed = bool(resolution.global_scales) and not (unified or apart)
     parts = [
         _input_scales(resolution.input_scales),
         f"{unified} groups of unequal weight_scale_2 unified" if unified else "",
-        "weight_scale_2 agrees wherever engines share it" if not (unified or apart) else "",
+        "weight_scale_2 agrees wherever engines share it" if agreed else "",
         f"{apart} gate/up pairs kept apart" if apart else "",
         *_imputed(prepared.plan.imputed),
         *_factors(prepared.job),
@@ -188,9 +205,25 @@ def result(targets_: Sequence[Prepared], done: Result) -> RenderableType:
             lines.append(plain(text, style="yellow"))
     written = sum(entry["bytes"] for manifest in done.manifests for entry in manifest["outputs"].values())
     lines.append(plain(f"Done: {done.out} ({size(written)}); nvfp4prep.json says what was changed.", style="green"))
-    if [prepared.options.target for prepared in targets_] == ["hf"] and (hint := other_targets(targets_[0].checkpoint)):
-        lines.append(Text(hint))
+    if len(targets_) == 1 and (hint := _what_next(targets_[0], done.out)):
+        lines.append(plain(hint))
     return Group(*lines)
+
+
+def _what_next(prepared: Prepared, out: Path) -> str | None:
+    """How the output is served, in a sentence."""
+    if prepared.job.pack is None:
+        return other_targets(prepared.checkpoint) if prepared.options.target == "hf" else None
+    target = prepared.job.pack.target
+    if prepared.quant.algo == "NVFP4_AWQ" and target.engine == "vllm":
+        return None  # a warning of the plan says why
+    if target.module.REQUIRES.format is Format.INT4 or target.engine == "flashinfer":
+        return "No engine loads this layout yet: nvfp4prep.load_experts gives a kernel what it takes (docs/serving.md)."
+    if target.engine == "sglang":
+        return f"With its plugin: sglang serve --model-path {out} (docs/serving.md says with which flags)"
+    sizes = f" --tensor-parallel-size {target.tp}" if target.ep == 1 and target.tp > 1 else ""
+    sizes = f" --tensor-parallel-size {target.ep} --enable-expert-parallel" if target.ep > 1 else sizes
+    return f"With its plugin: vllm serve {out} --load-format nvfp4prep{sizes} (docs/serving.md)"
 
 
 def _rescaled(prepared: Prepared, rescaled: Mapping[str, RescaleCounts]) -> list[Text]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -255,14 +256,17 @@ def check_target(
     layers = target.layers(schema)
     if not layers:
         return [_error(_no_layers(schema, requires.format), target)]
-    findings = []
+    findings, refused = [], defaultdict(list)
     for moe in layers:
         problem = _problem(moe, config, weight_only, target, w13_scale)
         scaled = any("pre_quant_scale" in linear.params for linear in (*moe.w13, *moe.w2))
         if problem is None and scaled and pre_quant_scale != "fold" and not requires.pre_quant_scale:
             problem = "no place for the experts' pre_quant_scale (AWQ); --pre-quant-scale fold folds it away"
         if problem:
-            findings.append(_error(f"{moe.path}: {problem}", target, moe))
+            refused[problem].append(moe)
+    for problem, alike in refused.items():
+        more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+        findings.append(_error(f"{alike[0].path}{more}: {problem}", target, alike[0]))
     if input_scale == "keep" and requires.input_scales and not requires.input_scale_per_expert:
         findings.append(
             _error("the kernel takes one input scale per layer: --input-scale keep is for vllm-cutlass", target)

@@ -514,6 +514,8 @@ class PartialOutput:
             found.append(f"{self.out} is complete")
         elif self._own is not None and identity(self.partial) == self._own:
             then = "the same command goes on from there" if self._committed else "the next run deletes it"
+            if share_paths(self.out):
+                then = "its shares go on from there"
             found.append(f"{self.partial} is left; {then}")
         if self._former is not None and identity(self._replaced) == self._former:
             advice = "delete it" if self._published else f"rename it to {self.out.name}"

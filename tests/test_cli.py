@@ -37,6 +37,45 @@ def test_choices_are_those_there_are() -> None:
     assert set(cli._BACKENDS) == {"auto", "emulator", *BACKENDS}
 
 
+@pytest.mark.parametrize("option", [("--tp", "1"), ("--engine", "vllm"), ("--activation-dtype", "bf16")])
+def test_options_of_packed_targets_without_one(option: tuple[str, str], checkpoint: Fetch, tmp_path: Path) -> None:
+    for targets in ((), ("--target", "compressed-tensors", "--target", "hf")):
+        refused = run("convert", checkpoint(QWEN), tmp_path / "out", *targets, *option, "--dry-run")
+        assert refused.code == 2 and f"{option[0]} is for packed targets" in refused.stderr
+    assert run("convert", checkpoint(QWEN), tmp_path / "out", "--target", "auto", *option, "--dry-run").code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        (QWEN, ("--target", "flashinfer-trtllm"), "vllm serve {} --load-format nvfp4prep (docs"),
+        (QWEN, ("--target", "vllm-marlin", "--tp", "2"), "--load-format nvfp4prep --tensor-parallel-size 2 (docs"),
+        (QWEN, ("--target", "vllm-marlin", "--ep", "2"), "--tensor-parallel-size 2 --enable-expert-parallel (docs"),
+        (QWEN, ("--target", "flashinfer-trtllm", "--engine", "sglang"), "sglang serve --model-path {}"),
+        ("qwen3moe-int4awq", ("--target", "moe-wna16"), "No engine loads this layout yet"),
+        ("qwen3moe-nvfp4-awqlite", ("--target", "vllm-marlin"), "vLLM refuses it, with its plugin too"),
+    ],
+)
+def test_what_comes_next_is_said(
+    name: str, options: tuple[str, ...], words: str, checkpoint: Fetch, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    done = run("convert", checkpoint(name), out, *options, "--no-smoke", "--pre-quant-scale", "fold")
+    assert done.code == 0 and words.format(out) in " ".join(done.stdout.split())
+    assert ("vllm serve" in done.stdout) == ("--load-format" in words or "parallel" in words)
+
+
+def test_a_refusal_of_many_layers_is_told_once(checkpoint: Fetch, tmp_path: Path) -> None:
+    refused = run("convert", checkpoint(QWEN), tmp_path / "out", "--target", "vllm-marlin", "--tp", "3", "--json")
+    [finding] = refused.findings
+    assert finding["layer"] == 0 and "model.layers.0.mlp and 1 more: intermediate size" in finding["message"]
+
+
+def test_findings_of_inspect_are_whole_in_a_pipe(checkpoint: Fetch) -> None:
+    shown = run("inspect", checkpoint("qwen3moe-nvfp4-awqlite")).stdout
+    assert "and SGLang ignores pre_quant_scale on experts, which then compute wrong\n" in shown
+
+
 # --- --json -----------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from nvfp4prep.errors import EnvironmentFault
 from nvfp4prep.findings import printable
 from nvfp4prep.report.data import PageData
 
-INSTALL = "pip install 'nvfp4prep[report]'"
+INSTALL = "pip install 'nvfp4prep[report]' (in a clone: '.[report]')"
 # Plotly's WebGL traces compile functions, hence unsafe-eval. Nothing may be fetched, whatever a name in the page says.
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; "

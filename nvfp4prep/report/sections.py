@@ -69,7 +69,7 @@ def _no_experts(data: PageData) -> str | None:
     if data.quantized_moe:
         return None
     if data.moe_layers:
-        return "The experts of this checkpoint are not stored as NVFP4, so they have no such scales."
+        return "The experts of this checkpoint are not stored as NVFP4: nvfp4prep validate looks at their scales."
     return "This checkpoint has no MoE layers."
 
 
