@@ -25,6 +25,7 @@ from nvfp4prep.source import read_tensor
 
 DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
+_KEPT = "; --target hf keeps them"
 _NORM = "post_attention_layernorm"
 _MODEL_TYPES = frozenset(
     {"deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe", "kimi_k2", "ernie4_5_moe"}
@@ -114,7 +115,7 @@ def _place(checkpoint: Checkpoint, moe: MoeLayer, fold: bool) -> Factors | Findi
         return bad
     first, differing = _shared_factors(checkpoint, moe.w13, moe.hidden)
     if differing:
-        return _not_one(moe, _differ(differing, moe.w13, "gate/up"), differing)
+        return _not_one(moe, _differ(differing, moe.w13, "gate/up") + _KEPT, differing)
     second, differing = _shared_factors(checkpoint, moe.w2, moe.intermediate)
     if not differing:
         return Factors(first, second, False)
@@ -278,7 +279,7 @@ def _fold(checkpoint: Checkpoint, moe: MoeLayer) -> Fold | Finding | None:
         return _refused(moe, f"{with_scale[0].params['pre_quant_scale'].name} holds zero, inf or NaN")
     other = _other_factors(checkpoint, moe.w13, first)
     if other:
-        return _refused(moe, _differ(other, moe.w13, "gate/up"), _experts_of(other))
+        return _refused(moe, _differ(other, moe.w13, "gate/up") + _KEPT, _experts_of(other))
     norm = checkpoint.source.tensors.get(f"{moe.path.rpartition('.')[0]}.{_NORM}.weight")
     if norm is None or norm.dtype not in FLOAT_DTYPES or norm.shape != (moe.hidden,):
         return _refused(moe, f"no {_NORM}.weight of {moe.hidden} values before the block")
@@ -289,14 +290,21 @@ def _fold(checkpoint: Checkpoint, moe: MoeLayer) -> Fold | Finding | None:
     if unknown is not None:
         stored = unknown.params["weight"]
         return _refused(moe, f"{unknown.module} reads the norm and is {stored.dtype} {list(stored.shape)}")
+    stranger = _stranger(checkpoint, moe)
+    if stranger is not None:
+        where = f"{stranger.name} ({stranger.dtype} {list(stranger.shape)}, {stranger.file})"
+        return _refused(moe, f"{where} may read the norm, in a way that is not known; use --target hf")
     if not any(linear.rows == moe.expert_count for linear in divided):
         return _refused(moe, f"no router of {moe.expert_count} rows that reads the norm too is stored")
     weight = read_floats(checkpoint, norm)
     exact = weight * first
     folded = exact.to(DTYPES[norm.dtype])
     kept = folded.float()
-    if not bool(torch.isfinite(kept).all()) or bool(((kept == 0) & (exact != 0)).any()):
-        return _refused(moe, f"the norm times it does not fit {norm.dtype}")
+    lost = ~torch.isfinite(kept) | ((kept == 0) & (exact != 0))
+    if bool(lost.any()):
+        at = int(lost.nonzero()[0])
+        product = f"{float(weight[at]):.6g} times {float(first[at]):.6g} at [{at}]"
+        return _refused(moe, f"{norm.name} ({norm.file}), {product}, does not fit {norm.dtype}{_KEPT}")
     factor = torch.where(weight == 0, first, kept / weight)
     off = torch.where(exact == 0, 0.0, (kept / exact - 1).abs())
     return Fold(norm, folded, factor, divided, float(off.max()))
@@ -313,6 +321,21 @@ def readers(checkpoint: Checkpoint, moe: MoeLayer) -> Iterator[Linear]:
         reads = linear.columns == moe.hidden or linear.format is Format.UNCLASSIFIED
         if inside and reads and not linear.module.endswith(".down_proj"):
             yield linear
+
+
+def _stranger(checkpoint: Checkpoint, moe: MoeLayer) -> TensorInfo | None:
+    """A tensor of the block with a dimension of H that is of no linear: it may read the block's input too."""
+    known = {
+        tensor.name
+        for linear in checkpoint.schema.linears.values()
+        if len(linear.params["weight"].shape) == 2 or linear.experts is not None
+        for tensor in linear.params.values()
+    }
+    for tensor in checkpoint.source.tensors.values():
+        inside = tensor.name.startswith(moe.path + ".") and tensor.name not in known
+        if inside and moe.hidden in tensor.shape and not tensor.name.endswith("bias"):
+            return tensor
+    return None
 
 
 def _divisible(linear: Linear) -> bool:

@@ -575,7 +575,10 @@ def _per_expert_layer(
                 sorted(odd),
             )
             return None
-    if kind is Format.NVFP4 and not _biases_fit(path, [table[i][p] for i in sorted(table) for p in wanted], findings):
+    ordered = [table[i][p] for i in sorted(table) for p in wanted]
+    if kind in (Format.NVFP4, Format.INT4) and not _biases_fit(path, ordered, findings):
+        return None
+    if kind is Format.INT4 and not _global_scales_alike(path, ordered, findings):
         return None
     experts = tuple(Expert(i, table[i].get("gate"), table[i]["up"], table[i]["down"]) for i in sorted(table))
     return MoeLayer(path, kind, len(experts), hidden, intermediate, gated, experts)
@@ -602,6 +605,23 @@ def _biases_fit(path: str, linears: Sequence[Linear], findings: list[Finding]) -
         if bias.shape != shape:
             return error([linear], f"a bias {short(list(bias.shape))} where {list(shape)} belongs to the weight")
     return True
+
+
+def _global_scales_alike(path: str, linears: Sequence[Linear], findings: list[Finding]) -> bool:
+    """Whether all int4 linears of a layer have a weight_scale_2 (W4A8), or none; appends a finding otherwise."""
+    without = [linear for linear in linears if "weight_scale_2" not in linear.params]
+    with_one = [linear for linear in linears if "weight_scale_2" in linear.params]
+    if not without or not with_one:
+        return True
+    odd, what = min((without, "lack"), (with_one, "have"), key=lambda pair: len(pair[0]))
+    ids = tuple(sorted({linear.expert for linear in odd if linear.expert is not None}))
+    message = (
+        f"{path}: {len(odd)} of {len(linears)} linears {what} weight_scale_2: all have one (W4A8) or none (W4A16); "
+        "export again"
+    )
+    file, name = odd[0].params["weight"].file, odd[0].tensor_name("weight_scale_2")
+    findings.append(Finding("global-scale-missing", "error", message, file, name, layer_number(path), ids))
+    return False
 
 
 def _fused_layer(

@@ -561,6 +561,20 @@ def partly_weight_only(ck: Editable) -> None:
         section.pop("config_groups", None)
 
 
+def biased(layer: int) -> Damage:
+    """Every expert's linears with a bias."""
+
+    def change(ck: Editable) -> None:
+        for name in ck.names(rf"model\.layers\.{layer}\.mlp\.experts\..*\.weight"):
+            ck.tensors[name.replace("weight", "bias")] = torch.ones(256 if "down" in name else 128)
+
+    return change
+
+
+def beside_router(name: str, *shape: int) -> Damage:
+    return lambda ck: ck.tensors.update({f"{MLP0}.{name}": torch.ones(shape, dtype=torch.bfloat16)})
+
+
 LAYERS = [0, 1]
 REFUSALS: dict[str, tuple[str, Damage, str, list[int], list[int]]] = {
     # checkpoint, damage, what the first finding says, its layers in order, the first one's experts
@@ -581,17 +595,30 @@ REFUSALS: dict[str, tuple[str, Damage, str, list[int], list[int]]] = {
     "a clamped up": (W4A16, in_config(swiglu_limit=7.0), r"clamped \(swiglu_limit\)", LAYERS, []),
     "negative NVFP4 downs": (AWQ, negative_downs, "down's are negative", [0], [5]),
     "biases of up": (
-        W4A16, lambda ck: ck.tensors.update({f"{UP3}.bias": torch.ones(128)}), "other biases of up", [0], [],
+        W4A16, biased(0), "other biases of up", [0], [],
     ),
     "no norm": (W4A16, damage.drop(r".*post_attention_layernorm\.weight"), "no post_attention_layernorm", LAYERS, []),
     "a norm with a bias": (
         W4A16, lambda ck: ck.tensors.update({NORM0.replace("weight", "bias"): torch.ones(256)}), "has a bias", [0], [],
     ),
     "a norm that overflows": (
-        W4A16, each(W13, lambda old: torch.full_like(old, 3e38)), "does not fit BF16", LAYERS, [],
+        W4A16, each(W13, lambda old: torch.full_like(old, 3e38)),
+        r"layernorm.weight \(model.*\), .* times 3.*e\+38 at \[0\], does not fit BF16", LAYERS, [],
     ),
     "a norm that underflows": (
         W4A16, each(W13, lambda old: torch.full_like(old, 1e-38) * 2.0**-10), "does not fit|zero, inf", LAYERS, [],
+    ),
+    "a norm that is NaN": (
+        W4A16, damage.put(float("nan"), re.escape(NORM0)), r"nan times .* at \[1\], does not fit", [0], [],
+    ),
+    "a gate of the shared expert in one dimension": (
+        W4A16, beside_router("shared_expert_gate.weight", 256), "expert_gate.weight .* may read the norm", [0], [],
+    ),
+    "a stack of matrices": (
+        W4A16, beside_router("extra.weight", 4, 8, 256), "extra.weight .* may read the norm", [0], [],
+    ),
+    "a parameter that is no weight": (
+        W4A16, beside_router("latent_w", 64, 256), "latent_w .* may read the norm", [0], [],
     ),
     "no router": (W4A16, damage.drop(r"model\.layers\.0\.mlp\.gate\.weight"), "no router of 8 rows", [0], []),
     "a router of integers": (W4A16, router(lambda old: old.to(torch.int8)), "gate reads the norm and is I8", [0], []),

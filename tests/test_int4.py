@@ -257,6 +257,17 @@ REFUSALS: dict[str, tuple[str, Damage, str, str | None, str]] = {
         W4A16, replaced(f"{UP3}.weight", torch.zeros(128, 256, dtype=torch.bfloat16)), "mixed-experts", None,
         "1 unquant",
     ),
+    "a weight_scale_2 in W4A16": (
+        W4A16, replaced(f"{UP3}.weight_scale_2", torch.tensor(3.0)), "global-scale-missing", f"{UP3}.weight_scale_2",
+        "1 of 24 linears have weight_scale_2: all have one",
+    ),
+    "no scalar scales in W4A8": (
+        W4A8, damage.drop(re.escape(UP3) + r"\.(weight_scale_2|input_scale)"), "global-scale-missing",
+        f"{UP3}.weight_scale_2", "1 of 24 linears lack weight_scale_2",
+    ),
+    "a bias of one expert": (
+        W4A16, replaced(f"{UP3}.bias", torch.zeros(128)), "expert-bias", None, "23 of 24 linears have no bias",
+    ),
     "input_scale NaN": (W4A8, bad_input(float("nan")), "input-scale-bad", f"{UP3}.input_scale", "1 of 16.* NaN"),
     "input_scale inf": (W4A8, bad_input(float("inf")), "input-scale-bad", f"{UP3}.input_scale", "1 of 16.* inf"),
     "input_scale zero": (W4A8, bad_input(0.0), "input-scale-bad", f"{UP3}.input_scale", "1 of 16.* zero"),

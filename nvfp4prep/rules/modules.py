@@ -92,10 +92,11 @@ RULES: tuple[Rule, ...] = (
         "global-scale-missing",
         "error",
         "headers",
-        "an NVFP4 weight without weight_scale_2",
+        "an NVFP4 weight without weight_scale_2, or int4 experts with and without one",
         why=(
             "A value is its code times its block scale times weight_scale_2. Without the last the weight can't be "
-            "dequantised."
+            "dequantised. int4 has one with FP8 activations (W4A8) and none with 16-bit ones: experts of both kinds in "
+            "a layer were not exported so."
         ),
         fix="Export the checkpoint again.",
         example=(
