@@ -23,6 +23,8 @@ _LIMITS = torch.tensor([(low + high) / 2 for low, high in pairwise((*E4M3_VALUES
 """Between neighbouring values; the last between 448 and what would follow it."""
 _FOLDED_AT_ONCE = 1 << 16
 """Block scales, whose products take some MB then."""
+_MOST_LOST = 0.01
+"""Of a linear's block scales: exporters leave some at the smallest code, of blocks that hardly matter."""
 
 
 def half_of(codes: torch.Tensor, half: int, order: GateUpOrder | None) -> torch.Tensor:
@@ -87,6 +89,15 @@ def fold_codes(
         folded[rows], counts = _fold_rows(codes[rows], factors[rows], old, new, first)
         total += counts
     return folded, total
+
+
+def check_fold(counts: RescaleCounts, factors: torch.Tensor) -> None:
+    """Raise LayoutError where a fold rounds more than one in a hundred of a linear's block scales to zero."""
+    if counts.became_zero > counts.blocks * _MOST_LOST:
+        raise LayoutError(
+            f"{counts.became_zero:,} of {counts.blocks:,} of up's block scales times down's pre_quant_scale (factors "
+            f"from {float(factors.abs().min()):.3g}) round to zero in E4M3"
+        )
 
 
 def _fold_rows(

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nvfp4prep.blockscales import fold_codes
+from nvfp4prep.blockscales import check_fold, fold_codes
 from nvfp4prep.checkpoint import Checkpoint
-from nvfp4prep.dialects import FUSION_GROUPS
+from nvfp4prep.dialects import FUSION_GROUPS, layer_number
 from nvfp4prep.errors import InputRefused
 from nvfp4prep.findings import Finding
 from nvfp4prep.folding import DTYPES, Fold, factors_fit, has_pre_quant_scale
@@ -43,9 +42,8 @@ from nvfp4prep.plan import (
     place,
 )
 from nvfp4prep.quant_config import QuantConfig
-from nvfp4prep.scales import E4M3_NAN, Resolution
+from nvfp4prep.scales import Resolution
 from nvfp4prep.schema import GROUP_SIZE, Format, Linear
-from nvfp4prep.source import read_slice
 from nvfp4prep.survey import encode_floats
 
 if TYPE_CHECKING:
@@ -181,32 +179,6 @@ def _row_factors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
         for expert in moe.experts
         if "pre_quant_scale" in expert.down.params
     }
-
-
-def fold_findings(checkpoint: Checkpoint, resolution: Resolution, workers: int) -> list[Finding]:
-    """NVFP4 ups whose block scales can't take over down's factors: one finding for each.
-
-    inf and NaN are left out: other rules tell of them. Raises EnvironmentFault.
-    """
-    rows, linears = _row_factors(checkpoint), checkpoint.schema.linears
-    ups = [linears[module] for module in rows if linears[module].format is Format.NVFP4]
-    with checkpoint.source.reader() as ranges:
-
-        def problem(linear: Linear) -> Finding | None:
-            scale, factors = linear.params["weight_scale"], rows[linear.module]
-            codes = torch.frombuffer(bytearray(read_slice(ranges, scale, 0, scale.nbytes)), dtype=torch.uint8)
-            values = floats(factors.dtype, read_slice(ranges, factors, 0, factors.nbytes))
-            usable = codes.masked_fill(codes & 0x7F == E4M3_NAN, 0).view(scale.shape)
-            try:
-                fold_codes(
-                    usable, values.masked_fill(~torch.isfinite(values), 1.0), resolution.rescales.get(scale.name)
-                )
-            except LayoutError as error:
-                return _unfit(linear, error)
-            return None
-
-        with ThreadPoolExecutor(workers) as pool:
-            return [finding for finding in pool.map(problem, ups) if finding is not None]
 
 
 def unpacked(checkpoint: Checkpoint, folds: Mapping[str, Fold]) -> frozenset[str]:
@@ -377,7 +349,8 @@ def run(context: Context, step: Compress | Dequantize | Divide) -> None:
             _dequantize(context, step)
         case Divide():
             values = _floats(context, step.tensor) / context.jobs[step.job].folds[step.fold].factor
-            _put_rounded(context, step.key, values, step.tensor.dtype, step.tensor.name, (step.job, "readers"))
+            place = Place(step.tensor, layer_number(step.fold), None)
+            _put_rounded(context, step.key, values, step.tensor.dtype, place, (step.job, "readers"))
 
 
 def _floats(context: Context, tensor: TensorInfo) -> Tensor:
@@ -399,7 +372,8 @@ def _compress(context: Context, step: Compress) -> None:
     values = _floats(context, linear.params["weight_scale"])
     if step.rows is not None:
         values = values * _floats(context, step.rows)[:, None]
-    _put_rounded(context, scale, values, "BF16", linear.params["weight_scale"].name, (step.job, "scales"))
+    place = Place(linear.params["weight_scale"], linear.layer, linear.expert)
+    _put_rounded(context, scale, values, "BF16", place, (step.job, "scales"))
 
 
 def _fold(context: Context, step: Compress) -> None:
@@ -409,7 +383,9 @@ def _fold(context: Context, step: Compress) -> None:
     context.put(step.keys[0], raw_bytes(_bytes(context, linear.params["weight"])))
     rescale = context.jobs[step.job].resolution.rescales.get(scale.name)
     try:
-        codes, counts = fold_codes(_bytes(context, scale), _floats(context, step.rows), rescale)
+        factors = _floats(context, step.rows)
+        codes, counts = fold_codes(_bytes(context, scale), factors, rescale)
+        check_fold(counts, factors)
     except LayoutError as error:
         if context.outcome.unusable:  # refuses the run at its end, by its own name
             return
@@ -438,18 +414,34 @@ def _dequantize(context: Context, step: Dequantize) -> None:
         values = values * _floats(context, linear.params["pre_quant_scale"])
     if step.fold is not None:
         values = values / context.jobs[step.job].folds[step.fold].factor
-    _put_rounded(context, step.key, values, "BF16", linear.params["weight"].name, (step.job, "unpacked"))
+    place = Place(linear.params["weight"], linear.layer, linear.expert)
+    _put_rounded(context, step.key, values, "BF16", place, (step.job, "unpacked"))
 
 
-def _put_rounded(context: Context, key: str, values: Tensor, dtype: str, name: str, of: tuple[int, str]) -> None:
-    """Write F32 values in a dtype, and note the largest relative error that rounding made, by job and kind."""
+class Place(NamedTuple):
+    """Where values come from, for a message."""
+
+    tensor: TensorInfo
+    layer: int | None
+    expert: int | None
+
+
+def _put_rounded(context: Context, key: str, values: Tensor, dtype: str, place: Place, of: tuple[int, str]) -> None:
+    """Write F32 values in a dtype, and note the largest relative error that rounding made, by job and kind.
+
+    Raises:
+        InputRefused: a value that overflows, underflows, or is NaN.
+    """
     rounded = values.to(DTYPES[dtype])
     back = rounded.float()
     lost = ~torch.isfinite(back) | ((back == 0) & (values != 0))
     if bool(lost.any()) and not context.outcome.unusable:  # those refuse the run at its end, by their own names
         at = tuple(int(i) for i in lost.nonzero()[0])
         message = f"{float(values[at]):.6g} at {list(at)} does not fit {dtype}; use --target hf"
-        raise InputRefused([Finding("kernel-scale-bad", "error", message, tensor=name)])
+        tensor, experts = place.tensor, () if place.expert is None else (place.expert,)
+        raise InputRefused(
+            [Finding("kernel-scale-bad", "error", message, tensor.file, tensor.name, place.layer, experts)]
+        )
     error = torch.where(torch.isfinite(values) & (values != 0), (back / values - 1).abs(), 0.0)
     largest = float(error.max()) if values.numel() else 0.0
     with context.lock:

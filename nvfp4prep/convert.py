@@ -22,7 +22,7 @@ from nvfp4prep.header import TensorInfo
 from nvfp4prep.journal import Outcome, finished, plan_id
 from nvfp4prep.memory import check_memory
 from nvfp4prep.options import COMPRESSED, Options, ask
-from nvfp4prep.plan import Constant, Divide, Plan, Step, bytes_read, index_of, key_of, make_plan, merge, shards_read
+from nvfp4prep.plan import DEFAULT_SHARD_BYTES, Plan, bytes_read, index_of, key_of, make_plan, merge, shards_read
 from nvfp4prep.scales import ImputePolicy, Resolution, ScalePolicy, changes, output_shape, resolve
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, Schema
 from nvfp4prep.sharing import Share, SharedJob, SharedOutput, unfinished
@@ -33,7 +33,6 @@ from nvfp4prep.writer import PartialOutput, check_destination, check_names, chec
 if TYPE_CHECKING:
     from nvfp4prep.folding import Fold
 
-DEFAULT_SHARD_BYTES = 5_000_000_000
 _MOST_SHARD_BYTES = 1 << 62
 _REWRITTEN = (qc.CONFIG, qc.HF_QUANT_CONFIG, manifests.MANIFEST)
 
@@ -130,7 +129,7 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
         from nvfp4prep.layouts.logical import LayoutError
 
         job, folds = packing.pack_job(checkpoint, asked.target, folder, options.pre_quant_scale == "fold")
-        instead = _instead(folds, key_of(folder, asked.target.common), number)
+        instead = packing.divided(folds, key_of(folder, asked.target.common), number)
         try:
             job = packing.with_facts(job, source, schema, resolution, workers)
             plan = packing.make_packed_plan(
@@ -181,19 +180,6 @@ def _without_factors(checkpoint: Checkpoint, quant: qc.QuantConfig, folds: Colle
         extras.pop("pre_quant_scale", None)
         return replace(quant, algo=qc.W4A4, extras=extras)
     return replace(quant, extras={**extras, "pre_quant_scale": False} if "pre_quant_scale" in extras else extras)
-
-
-def _instead(folds: Mapping[str, Fold], folder: str, number: int) -> dict[str, Step]:
-    """Steps that write folded norms, and the weights divided for them."""
-    from nvfp4prep.numerics import raw_bytes
-
-    steps: dict[str, Step] = {}
-    for path, fold in folds.items():
-        steps[fold.norm.name] = Constant(key_of(folder, fold.norm.name), bytes(raw_bytes(fold.folded)))
-        for reader in fold.readers:
-            weight = reader.params["weight"]
-            steps[weight.name] = Divide(weight, key_of(folder, weight.name), path, number)
-    return steps
 
 
 def _previous_shard_bytes(manifest: Mapping[str, Any] | None) -> int | None:

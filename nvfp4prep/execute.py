@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import xxhash
 
-from nvfp4prep.errors import CheckFailed, EnvironmentFault, Stopped
+from nvfp4prep.errors import CheckFailed, EnvironmentFault, InputRefused, Stopped
+from nvfp4prep.findings import Finding
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.journal import Outcome, finished, line
 from nvfp4prep.libc import keep_freed_memory
@@ -39,7 +40,7 @@ from nvfp4prep.plan import (
 )
 from nvfp4prep.ranges import Descriptors
 from nvfp4prep.scales import RescaleCounts, Resolution
-from nvfp4prep.source import Source, read_part, read_part_into
+from nvfp4prep.source import Source, opened_shards, read_part, read_part_into
 from nvfp4prep.survey import encode_floats
 from nvfp4prep.unusable import unusable
 from nvfp4prep.widening import widened
@@ -67,6 +68,17 @@ class Job:
     folds: Mapping[str, Fold] = field(default_factory=dict)
 
 
+class Output(Protocol):
+    """Where steps write."""
+
+    def write(self, file: str, position: int, data: bytes | bytearray | memoryview) -> None: ...
+
+
+class _Nowhere:
+    def write(self, file: str, position: int, data: bytes | bytearray | memoryview) -> None:
+        """Nothing."""
+
+
 @dataclass(frozen=True)
 class Context:
     """What a step may use: where to read, where to write, what to report to."""
@@ -74,7 +86,7 @@ class Context:
     source: Source
     plan: Plan
     jobs: Sequence[Job]
-    output: PartialOutput
+    output: Output
     descriptors: Descriptors
     progress: Callable[[int], None]
     stop: threading.Event
@@ -167,6 +179,38 @@ def execute(
     with reported(source, plan, jobs, output, workers, progress, todo) as reports:
         _collect(reports, whole, output, positions)
     return whole
+
+
+def rehearse(
+    source: Source, plan: Plan, jobs: Sequence[Job], workers: int, kinds: tuple[type[Step], ...]
+) -> list[Finding]:
+    """What steps of some kinds would refuse: they compute as in a run, and nothing is written.
+
+    Scales that are unusable in themselves are left out; other rules tell of them.
+
+    Args:
+        source, plan, jobs, workers: as for `execute`.
+        kinds: of steps; all others are left out.
+
+    Raises:
+        EnvironmentFault: I/O.
+    """
+    rest = [replace(item, steps=tuple(step for step in item.steps if isinstance(step, kinds))) for item in plan.items]
+    stop, lock, local = threading.Event(), threading.Lock(), threading.local()
+
+    with opened_shards(source) as descriptors, one_thread_each(), ThreadPoolExecutor(workers) as pool:
+
+        def refused(item: Item) -> tuple[Finding, ...]:
+            context = Context(
+                source, plan, jobs, _Nowhere(), descriptors, lambda count: None, stop, Outcome(), lock, local
+            )
+            try:
+                _run_item(context, item)
+            except InputRefused as error:
+                return error.findings
+            return ()
+
+        return [finding for found in pool.map(refused, [item for item in rest if item.steps]) for finding in found]
 
 
 Elsewhere = Callable[[Sequence[int]], Iterator[tuple[int, Outcome]]]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nvfp4prep.blockscales import fold_codes, half_of, rescale_codes
+from nvfp4prep.blockscales import check_fold, fold_codes, half_of, rescale_codes
 from nvfp4prep.layouts.logical import Expert, LayoutError, Matrix
 from nvfp4prep.scales import Rescale, RescaleCounts
 from nvfp4prep.schema import Format, GateUpOrder, Linear, MoeLayer
@@ -75,7 +75,7 @@ def load_folded(
         The expert, what rescaling did, and what the fold did to up's NVFP4 block scales, a rescale of them included.
 
     Raises:
-        LayoutError: a product that does not fit, with its place.
+        LayoutError: a product that does not fit, with its place, or too many that become zero.
     """
     if moe.gate_up is not None or "pre_quant_scale" not in moe.experts[index].down.params:
         return *load_expert(moe, index, read, rescales), RescaleCounts()
@@ -87,6 +87,7 @@ def load_folded(
     others = [linear.params["weight_scale"].name for linear in (linears.gate, linears.down) if linear is not None]
     expert, counts = load_expert(moe, index, read, {name: rescales[name] for name in others if name in rescales})
     scale, folded = fold_codes(expert.up.scale, factors, rescales.get(linears.up.params["weight_scale"].name))
+    check_fold(folded, factors)
     return replace(expert, up=replace(expert.up, scale=scale)), counts, folded
 
 

@@ -20,7 +20,7 @@ from nvfp4prep.findings import Finding, errors, ranges
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.model_config import expert_count, number_in
 from nvfp4prep.options import Options, ask
-from nvfp4prep.plan import Plan, make_plan
+from nvfp4prep.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from nvfp4prep.scales import Resolution, changes, fault, resolve
 from nvfp4prep.scalestats import (
     Entry,
@@ -271,7 +271,7 @@ def _outlook(facts: Facts) -> Outlook:
         checkpoint.schema,
         policy,
         checkpoint.weight_only,
-        conversion.DEFAULT_SHARD_BYTES,
+        DEFAULT_SHARD_BYTES,
     )
     quant = qc.rewrite(checkpoint.schema, checkpoint.quant, checkpoint.exclude)
     after = verdicts(_converted(facts, plan.outputs, resolution, quant))

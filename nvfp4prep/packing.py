@@ -43,6 +43,8 @@ from nvfp4prep.layouts.logical import (
 )
 from nvfp4prep.numerics import raw_bytes
 from nvfp4prep.plan import (
+    Constant,
+    Divide,
     Pack,
     Parameters,
     Plan,
@@ -387,6 +389,17 @@ def stacked_specs(moe: MoeLayer, rank: Rank, target: Target) -> dict[str, Spec]:
 def _small_specs(moe: MoeLayer, rank: Rank, job: PackJob, resolution: Resolution) -> dict[str, Spec]:
     parameters = rank_parameters(moe, rank, job, resolution)
     return {name: (_NAMES[value.dtype], tuple(value.shape)) for name, value in parameters.items()}
+
+
+def divided(folds: Mapping[str, Fold], folder: str, number: int) -> dict[str, Step]:
+    """Steps that write folded norms, and the weights divided for them, by name; for `make_packed_plan`."""
+    steps: dict[str, Step] = {}
+    for path, fold in folds.items():
+        steps[fold.norm.name] = Constant(key_of(folder, fold.norm.name), bytes(raw_bytes(fold.folded)))
+        for one in fold.readers:
+            weight = one.params["weight"]
+            steps[weight.name] = Divide(weight, key_of(folder, weight.name), path, number)
+    return steps
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ class Rank:
     ep: int
 
 
+DEFAULT_SHARD_BYTES = 5_000_000_000
+"""Of an output file at most, where nobody asks for another size: what the Hub's own library writes."""
 READ_BYTES = 1 << 23
 """Read, changed and written in one go, of tensors that need not be held whole."""
 PIECE_BYTES = 1 << 26

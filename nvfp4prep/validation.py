@@ -13,14 +13,17 @@ from nvfp4prep import manifest as manifests
 from nvfp4prep.checkpoint import Checkpoint, peek_checkpoint, read_checkpoint
 from nvfp4prep.checks import awq, files
 from nvfp4prep.errors import CheckFailed, InputRefused, UsageFault
+from nvfp4prep.execute import Job, rehearse
 from nvfp4prep.findings import Finding, errors
-from nvfp4prep.options import COMPRESSED, Options, ask
+from nvfp4prep.options import COMPRESSED, Ask, Options, ask
+from nvfp4prep.plan import DEFAULT_SHARD_BYTES, Compress, Dequantize, Divide
 from nvfp4prep.rules import LEVELS, RULES, SEVERITIES, Level, Rule, Severity
-from nvfp4prep.scales import Resolution, resolve
+from nvfp4prep.scales import resolve
 from nvfp4prep.schema import Format
 from nvfp4prep.source import Source, open_source, read_json
 
 if TYPE_CHECKING:
+    from nvfp4prep.folding import Fold
     from nvfp4prep.packing import PackJob
 
 _NO_CHECKPOINT = frozenset({"no-such-checkpoint", "not-a-directory", "no-weights"})
@@ -203,45 +206,62 @@ def _of_target(checkpoint: Checkpoint, level: Level, options: Options, workers: 
         return list(refused.findings)
     if level == "headers":
         return []
-    job = None
+    job: PackJob | None = None
+    folds: Mapping[str, Fold] = {}
     try:
         if options.target == COMPRESSED:
             from nvfp4prep.folding import fold_all
 
-            fold_all(checkpoint, checkpoint.schema.layers_of(Format.NVFP4, Format.INT4))
+            folds = fold_all(checkpoint, checkpoint.schema.layers_of(Format.NVFP4, Format.INT4))
         elif asked.target is not None:
             from nvfp4prep import packing
 
-            job, _ = packing.pack_job(checkpoint, asked.target, "", options.pre_quant_scale == "fold")
+            job, folds = packing.pack_job(checkpoint, asked.target, "", options.pre_quant_scale == "fold")
     except InputRefused as refused:
         return list(refused.findings)
     resolution = resolve(checkpoint.schema, checkpoint.scale_values, asked.weight_only, asked.policy)
     findings = list(resolution.findings)
     if level == "full" and not errors(findings):
-        findings += _of_values(checkpoint, options, job, resolution, workers)
+        findings += _of_values(checkpoint, options, asked, Job(resolution, job, folds), workers)
     return findings
 
 
-def _of_values(
-    checkpoint: Checkpoint, options: Options, job: PackJob | None, resolution: Resolution, workers: int
-) -> list[Finding]:
-    """What a target can't store, for which all scales of its experts are looked at."""
+def _of_values(checkpoint: Checkpoint, options: Options, asked: Ask, job: Job, workers: int) -> list[Finding]:
+    """What a target can't store, for which all that it computes, but kernels' layouts, is computed."""
+    source, schema, resolution = checkpoint.source, checkpoint.schema, job.resolution
     if options.target == COMPRESSED:
         from nvfp4prep import compressed_tensors
 
-        return compressed_tensors.fold_findings(checkpoint, resolution, workers)
-    if job is None:
+        plan = compressed_tensors.make_compressed_plan(checkpoint, resolution, job.folds, DEFAULT_SHARD_BYTES, "", 0)
+        return rehearse(source, plan, [job], workers, (Compress, Dequantize, Divide))
+    if job.pack is None:
         return []
     from nvfp4prep import packing
     from nvfp4prep.layouts.logical import LayoutError
 
     try:
-        packing.with_facts(job, checkpoint.source, checkpoint.schema, resolution, workers)
+        packed = packing.with_facts(job.pack, source, schema, resolution, workers)
     except LayoutError as error:
-        return [Finding("target-refused", "error", f"{job.target.layout}: {error}")]
+        return [Finding("target-refused", "error", f"{job.pack.target.layout}: {error}")]
     except InputRefused as refused:
         return list(refused.findings)
-    return packing.group_scale_findings(checkpoint.source, checkpoint.schema, job, resolution, workers)
+    instead = packing.divided(job.folds, packed.target.common, 0)
+    plan = packing.make_packed_plan(
+        source.tensors,
+        source.metadata,
+        schema,
+        asked.policy,
+        asked.weight_only,
+        DEFAULT_SHARD_BYTES,
+        packed,
+        resolution,
+        instead,
+        0,
+    )
+    return [
+        *packing.group_scale_findings(source, schema, packed, resolution, workers),
+        *rehearse(source, plan, [job], workers, (Divide,)),
+    ]
 
 
 # --- outputs of convert ----------------------------------------------------------------------------------------------

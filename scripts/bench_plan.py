@@ -246,8 +246,7 @@ def measure(command: Sequence[str], runs: int) -> Measured:
 def plan_stages(folder: Path) -> dict[str, float]:
     """Headers, schema and plan alone, in this process; seconds of each."""
     begin = time.perf_counter()
-    from nvfp4prep.convert import DEFAULT_SHARD_BYTES
-    from nvfp4prep.plan import make_plan
+    from nvfp4prep.plan import DEFAULT_SHARD_BYTES, make_plan
     from nvfp4prep.scales import ScalePolicy
     from nvfp4prep.schema import build_schema
     from nvfp4prep.source import read_directory

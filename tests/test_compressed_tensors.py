@@ -641,6 +641,59 @@ def test_refuses(name: str, checkpoint: Fetch, tmp_path: Path) -> None:
     assert findings[0].get("experts", []) == experts
 
 
+def tiny_down_factors(ck: Editable) -> None:
+    """Factors of all downs: ones, but of expert 3."""
+    for name in ck.names(r".*\.experts\.\d+\.down_proj\.weight"):
+        ck.tensors[name.replace("weight", "pre_quant_scale")] = torch.ones(128, dtype=torch.bfloat16)
+    ck.tensors[f"{DOWN3}.pre_quant_scale"] = torch.full((128,), 2.0**-20, dtype=torch.bfloat16)
+
+
+def large_factors(ck: Editable) -> None:
+    """One that the small norm can take, and the router can't be divided by."""
+    factors_set(W13, 1, 3e38)(ck)
+    damage.put(1e-38, re.escape(NORM0))(ck)
+    router(lambda old: torch.full_like(old, 1e-3))(ck)
+
+
+UNFIT: dict[str, tuple[str, Damage, str, str, list[int]]] = {
+    # checkpoint, damage, the tensor and what is said of it, its experts
+    "a group scale": (
+        W4A16, damage.put(7e-43, re.escape(f"{UP3}.weight_scale")), f"{UP3}.weight_scale", "does not fit BF16", [3],
+    ),
+    "a factor of down": (
+        W4A16, changed(f"{DOWN3}.pre_quant_scale", lambda old: torch.full_like(old, 1e-39)), f"{UP3}.weight_scale",
+        "does not fit BF16", [3],
+    ),
+    "factors that the router is divided by": (
+        W4A16, large_factors, f"{MLP0}.gate.weight",
+        "does not fit BF16", [],
+    ),
+    "a router that is NaN": (W4A16, router(lambda old: old * float("nan")), f"{MLP0}.gate.weight", "nan at", []),
+    "a factor of o_proj": (
+        W4A16, changed(f"{O0}.pre_quant_scale", lambda old: torch.full_like(old, 1e-39)), f"{O0}.weight",
+        "does not fit BF16", [],
+    ),
+    "block scales that become zero": (
+        AWQ, tiny_down_factors, f"{UP3}.weight_scale",
+        "of up's block scales .* round to zero", [3],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_values_that_do_not_fit_are_told_before(case: str, checkpoint: Fetch, tmp_path: Path) -> None:
+    """With tensor, file, layer and expert; by `validate --level full` as by convert."""
+    base, change, tensor, says, experts = UNFIT[case]
+    source = damage.damaged(checkpoint(base), tmp_path / "source", change)
+    full = run("validate", source, *FOLD, "--level", "full", "--format", "json")
+    assert full.code == 1
+    told = [one for one in full.json["findings"] if one["rule"] == "kernel-scale-bad"]
+    for finding in (refused(source, *FOLD).findings[0], told[0]):
+        assert (finding["rule"], finding["tensor"], finding["layer"]) == ("kernel-scale-bad", tensor, 0)
+        assert finding["file"].endswith(".safetensors") and finding.get("experts", []) == experts
+        assert re.search(says, finding["message"]), finding["message"]
+
+
 MISFITS: dict[str, tuple[Damage, str, list[int]]] = {
     # damage of W4A16, what the first finding says, its experts
     "too few factors of down": (
