@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from nvfp4prep.experts import Slice
 from nvfp4prep.findings import Finding
+from nvfp4prep.header import TensorInfo
 from nvfp4prep.layouts import LAYOUTS, Layout
 from nvfp4prep.layouts.logical import (
     ENGINE_VERSIONS,
@@ -27,6 +28,9 @@ Activations = Literal["16-bit", "NVFP4", "E4M3"]
 HF = "hf"
 IDENTITY = "nvfp4prep"
 """The key of a packed file's metadata that says which layout and rank it is of."""
+
+OWN = ".nvfp4prep."
+"""What stands between the experts' module and this project's own tensors."""
 
 GPU_CAPABILITIES: Mapping[str, str] = {
     "b200": "sm100",
@@ -109,7 +113,7 @@ class Target:
 
     def own_prefix(self, moe: MoeLayer) -> str:
         """What stands before this project's own scalars."""
-        return moe.container + ".nvfp4prep."
+        return moe.container + OWN
 
     def experts(self, moe: MoeLayer, ep_rank: int) -> range:
         """The contiguous experts of an EP rank."""
@@ -267,6 +271,21 @@ def check_target(
         findings.append(
             _error("the kernel takes one input scale per layer: --input-scale keep is for vllm-cutlass", target)
         )
+    return findings
+
+
+def taken_names(tensors: Mapping[str, TensorInfo], schema: Schema, target: Target) -> list[Finding]:
+    """Tensors of a checkpoint under names that are nvfp4prep's own in the packed output, as errors."""
+    ours = {target.own_prefix(moe): moe for moe in target.layers(schema)}
+    findings = []
+    for name, tensor in tensors.items():
+        container, between, _ = name.partition(OWN)
+        moe = ours.get(container + between)
+        if moe is not None:
+            message = (
+                f"{target.layout}: {name}: names under {container + between} are nvfp4prep's own; rename or remove it"
+            )
+            findings.append(Finding("target-refused", "error", message, tensor.file, name, moe.layer))
     return findings
 
 

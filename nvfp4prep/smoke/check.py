@@ -176,7 +176,7 @@ def check(subject: Subject, settings: Settings, progress: Callable[[str], None] 
     """Run the check.
 
     Raises:
-        InputRefused: a layer that can't be packed.
+        InputRefused: a layer that can't be packed, or whose routing or inputs are not known.
         UsageFault, EnvironmentFault: see `choose_backend` and `chosen_layers`.
     """
     name, run, why_not, versions = choose_backend(subject.target, settings.backend)
@@ -184,17 +184,21 @@ def check(subject: Subject, settings: Settings, progress: Callable[[str], None] 
     problems: list[str] = []
     for moe in chosen_layers(subject.layers, settings.layers):
         progress(moe.path)
+        before = len(problems)
         try:
             ranks = {rank: packed for rank in subject.target.ranks() if (packed := subject.pack(moe, rank)) is not None}
             logical = subject.logical(moe)
             for rank, packed in ranks.items():
                 problems += layer_problems(subject, moe, rank, packed, logical)
+            for expected in expectations(subject, settings, moe, tuple(ranks), logical):
+                outputs = {rank: run(packed, expected.x, expected.routing).cpu() for rank, packed in ranks.items()}
+                rows += judged(subject, settings, moe, logical, expected, outputs)
         except LayoutError as error:
-            message = f"{subject.target.layout_id}: {moe.path}: {error}"
+            message = f"{subject.target.layout_id}: {_in_layer(moe, str(error))}"
+            if len(problems) > before:  # damage, which is told
+                problems.append(message)
+                continue
             raise InputRefused([Finding("smoke-refused", "error", message, layer=moe.layer)]) from None
-        for expected in expectations(subject, settings, moe, tuple(ranks), logical):
-            outputs = {rank: run(packed, expected.x, expected.routing).cpu() for rank, packed in ranks.items()}
-            rows += judged(subject, settings, moe, logical, expected, outputs)
     return Report(
         subject.target.layout_id,
         name,
@@ -205,6 +209,24 @@ def check(subject: Subject, settings: Settings, progress: Callable[[str], None] 
         tuple(rows),
         tuple(problems),
     )
+
+
+def unjudged(subject: Subject) -> str | None:
+    """Why the check can't judge a layer of these, the first if there are several; None when it can judge all.
+
+    Routers and scales are read for it, no weights.
+    """
+    for moe in subject.layers:
+        try:
+            for _ in _inputs(subject, Settings(tokens=(1,)), moe, subject.logical(moe)):
+                pass
+        except LayoutError as error:
+            return _in_layer(moe, str(error))
+    return None
+
+
+def _in_layer(moe: MoeLayer, message: str) -> str:
+    return message if message.startswith(moe.path) else f"{moe.path}: {message}"
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -448,16 +470,31 @@ def _label(target: Target, rank: Rank) -> str:
 def _inputs(
     subject: Subject, settings: Settings, moe: MoeLayer, logical: LogicalLayer
 ) -> Iterator[tuple[Tensor, Routing, str]]:
-    """Hidden states and routing for each token count, and once every expert reached at random."""
+    """Hidden states and routing for each token count, and once every expert reached at random.
+
+    Raises:
+        LayoutError: a router, settings of routing or an input scale that nothing can be made of.
+    """
     scale, a1 = _input_scale(subject.target, logical.scales)
     router = subject.router(moe)
     config = subject.router_config
+    if config.top_k > logical.expert_count:
+        raise LayoutError(
+            f"config.json: num_experts_per_tok {config.top_k} of {logical.expert_count} experts; correct config.json"
+        )
+
+    def states(tokens: int, number: int) -> Tensor:
+        try:
+            return _untied(hidden_states(tokens, logical.hidden, settings.seed + number, a1), scale)
+        except ValueError as error:
+            raise LayoutError(f"no hidden states can be made for it: {error}") from None
+
     for number, tokens in enumerate(settings.tokens):
-        x = _untied(hidden_states(tokens, logical.hidden, settings.seed + number, a1), scale)
+        x = states(tokens, number)
         if router is not None:
             yield *scale_inputs(config, x, route(config, x, *router)), "router"
     most = max(settings.tokens)
-    x = _untied(hidden_states(most, logical.hidden, settings.seed + len(settings.tokens), a1), scale)
+    x = states(most, len(settings.tokens))
     yield x, random_routing(logical.expert_count, config.top_k, most, settings.seed, config.scale), "random"
 
 

@@ -288,6 +288,13 @@ def _check_kind(found: MoeLayer, moe: MoeLayer, source: Source) -> None:
         refuse("reference-shape", f"{found.path} has {text[0]}; the checkpoint has {text[1]}", file=source.spec)
 
 
+def kind_of(moe: MoeLayer) -> str:
+    """What a quantised layer is, for comparing it with another and for saying so."""
+    sizes = f"experts {moe.expert_count}, hidden {moe.hidden}, intermediate {moe.intermediate}, gated {int(moe.gated)}"
+    biases, stored = ("with biases" if moe.biased else "no biases"), ("fused" if moe.gate_up else "one by one")
+    return f"{moe.format.value}, {sizes}, groups of {moe.w2[0].group_size}, {biases}, {stored}"
+
+
 def _fused_reader(
     gate_up: Linear, down: Linear, moe: MoeLayer, order: GateUpOrder | None, read: Read, source: Source
 ) -> Callable[[int], Weights]:

@@ -318,7 +318,11 @@ def stored_layer(
 def _stored_scalars(moe: MoeLayer, rank: Rank, target: Target, source: Source, read: Mapped) -> dict[str, Tensor]:
     """Everything stored under `nvfp4prep.` for a layer and rank, without prefix."""
     prefix = key_of(target.folder(rank), target.own_prefix(moe))
-    return {key[len(prefix) :]: read(key) for key in source.tensors if key.startswith(prefix)}
+    return {
+        key[len(prefix) :]: read(key)
+        for key, info in source.tensors.items()
+        if key.startswith(prefix) and info.dtype in DTYPES
+    }
 
 
 def _stored_scales(moe: MoeLayer, experts: int, scalars: Mapping[str, Tensor]) -> Scales:
