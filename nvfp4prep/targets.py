@@ -115,6 +115,10 @@ class Target:
         """What stands before this project's own scalars."""
         return moe.container + OWN
 
+    def reserved(self, moe: MoeLayer) -> tuple[str, ...]:
+        """What only names of ours begin with: SGLang's parameters stand beside what else the experts' module has."""
+        return (self.own_prefix(moe), *((self.prefix(moe),) if self.prefix(moe) != moe.container + "." else ()))
+
     def experts(self, moe: MoeLayer, ep_rank: int) -> range:
         """The contiguous experts of an EP rank."""
         share = moe.expert_count // self.ep
@@ -276,17 +280,20 @@ def check_target(
 
 def taken_names(tensors: Mapping[str, TensorInfo], schema: Schema, target: Target) -> list[Finding]:
     """Tensors of a checkpoint under names that are nvfp4prep's own in the packed output, as errors."""
-    ours = {target.own_prefix(moe): moe for moe in target.layers(schema)}
+    ours = {prefix: moe for moe in target.layers(schema) for prefix in target.reserved(moe)}
     findings = []
     for name, tensor in tensors.items():
-        container, between, _ = name.partition(OWN)
-        moe = ours.get(container + between)
-        if moe is not None:
-            message = (
-                f"{target.layout}: {name}: names under {container + between} are nvfp4prep's own; rename or remove it"
-            )
+        place = next((start for start in _starts(name) if start in ours), None)
+        if place is not None:
+            moe = ours[place]
+            message = f"{target.layout}: {name}: names under {place} are nvfp4prep's own; rename or remove it"
             findings.append(Finding("target-refused", "error", message, tensor.file, name, moe.layer))
     return findings
+
+
+def _starts(name: str) -> Iterator[str]:
+    """Every beginning of a name that ends with a dot."""
+    return (name[: at + 1] for at, letter in enumerate(name) if letter == ".")
 
 
 def _no_layers(schema: Schema, wanted: Format) -> str:

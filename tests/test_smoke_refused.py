@@ -142,8 +142,11 @@ def test_a_manifest_with_other_options_is_refused(options: Any, checkpoint: Fetc
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.complex64])
-def test_names_of_our_own_in_a_source_are_refused(dtype: torch.dtype, checkpoint: Fetch, tmp_path: Path) -> None:
-    name = "model.layers.1.mlp.experts.nvfp4prep.foo"
+@pytest.mark.parametrize("prefix", ["nvfp4prep.", "routed_experts.", "nvfp4prep.x."])
+def test_names_of_our_own_in_a_source_are_refused(
+    prefix: str, dtype: torch.dtype, checkpoint: Fetch, tmp_path: Path
+) -> None:
+    name = f"model.layers.1.mlp.experts.{prefix}foo"
 
     def taken(ck: Editable) -> None:
         ck.tensors[name] = torch.ones(3, dtype=dtype)
