@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nvfp4prep.errors import EnvironmentFault, UsageFault
+from nvfp4prep.findings import cut
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.layouts import LAYOUTS
 from nvfp4prep.layouts.logical import Activation, ActivationDtype, Engine, Geometry
@@ -116,18 +119,19 @@ class PackedCheckpoint:
         )
 
     def load_experts(
-        self, layer: int | str, rank: tuple[int, int] = (0, 0), device: str | torch.device = "cpu"
+        self, layer: int | str, rank: Sequence[int] = (0, 0), device: str | int | torch.device = "cpu"
     ) -> PackedExperts:
         """One layer's experts on one rank.
 
         Args:
             layer: its number, or its path.
-            rank: (tp, ep).
-            device: where the tensors go.
+            rank: tp and ep.
+            device: where the tensors go, as PyTorch names devices.
 
         Raises:
-            UsageFault: no such layer or rank; the message names those that are there.
-            EnvironmentFault: a file can't be read, or changed since it was opened.
+            UsageFault: no such layer, rank or kind of device; the message names the layers and ranks that are there.
+            EnvironmentFault: a file can't be read, or changed since it was opened; the device is not there or has too
+                little memory.
         """
         moe, place = self._layer(layer), self._rank(rank)
         target = self.packed.target
@@ -147,7 +151,7 @@ class PackedCheckpoint:
             moe.layer,
             target.layout,
             target.engine,
-            rank,
+            (place.tp, place.ep),
             target.experts(moe, place.ep),
             target.geometry(moe, place.tp),
             activation_of(self.config, moe.gated),
@@ -162,7 +166,8 @@ class PackedCheckpoint:
         return [info.name for key, info in self.packed.source.tensors.items() if key.startswith(start)]
 
     def _layer(self, layer: int | str) -> MoeLayer:
-        found = [moe for moe in self.packed.layers if layer in (moe.path, moe.layer)]
+        wanted = layer if isinstance(layer, str) else _whole(layer)
+        found = [moe for moe in self.packed.layers if wanted is not None and wanted in (moe.path, moe.layer)]
         if len(found) == 1:
             return found[0]
         if found:
@@ -171,9 +176,10 @@ class PackedCheckpoint:
         numbers = [moe.path if moe.layer is None else moe.layer for moe in self.packed.layers]
         raise _no(f"{self.path}: no packed MoE layer {layer!r}; there are", numbers)
 
-    def _rank(self, rank: tuple[int, int]) -> Rank:
-        if rank in self.ranks:
-            return Rank(*rank)
+    def _rank(self, rank: object) -> Rank:
+        whole = tuple(_whole(number) for number in rank) if isinstance(rank, Iterable) else None
+        if whole in self.ranks:
+            return Rank(*whole)
         raise _no(f"{self.path}: no rank {rank!r}; packed for TP {self.tp} and EP {self.ep}: (tp, ep) is", self.ranks)
 
 
@@ -187,10 +193,14 @@ def open_packed(path: str | os.PathLike[str]) -> PackedCheckpoint:
         InputRefused: no packed output, or something of it is missing or damaged.
         EnvironmentFault: I/O.
     """
-    packed = read_packed_output(Path(path))
+    try:
+        root = Path(path).absolute()  # the program may go elsewhere before it loads
+    except OSError as error:
+        raise EnvironmentFault(f"{os.fspath(path)!r}: there is no current folder: {error.strerror}") from None
+    packed = read_packed_output(root)
     target, entry = packed.target, packed.manifest["packed"]
     return PackedCheckpoint(
-        Path(path),
+        root,
         target.layout,
         target.layout_id,
         target.engine,
@@ -212,8 +222,8 @@ def open_packed(path: str | os.PathLike[str]) -> PackedCheckpoint:
 def load_experts(
     path: str | os.PathLike[str],
     layer: int | str,
-    rank: tuple[int, int] = (0, 0),
-    device: str | torch.device = "cpu",
+    rank: Sequence[int] = (0, 0),
+    device: str | int | torch.device = "cpu",
 ) -> PackedExperts:
     """`open_packed(path).load_experts(layer, rank, device)`, for one layer. To load several, open once.
 
@@ -223,12 +233,15 @@ def load_experts(
     return open_packed(path).load_experts(layer, rank, device)
 
 
-def load_tensors(source: Source, keys: Iterable[str], device: str | torch.device) -> dict[str, Tensor]:
+def load_tensors(source: Source, keys: Iterable[str], device: str | int | torch.device) -> dict[str, Tensor]:
     """Tensors by key, in memory of their own, each with its stored dtype.
 
     Raises:
-        EnvironmentFault: a file can't be read, or changed since its header was.
+        UsageFault: no kind of device that PyTorch knows.
+        EnvironmentFault: a file can't be read, or changed since its header was; the device is not there or has too
+            little memory.
     """
+    place = _device(device)
     descriptors: dict[str, int] = {}
     loaded = {}
     try:
@@ -236,11 +249,46 @@ def load_tensors(source: Source, keys: Iterable[str], device: str | torch.device
             info = source.tensors[key]
             if info.file not in descriptors:
                 descriptors[info.file] = source.open_shard(info.file)
-            loaded[key] = _read(descriptors[info.file], info).to(device)
+            with _told(f"{info.file}: {info.name}: {info.nbytes:,} bytes on device {place}"):
+                loaded[key] = _read(descriptors[info.file], info).to(place)
+    except EnvironmentFault as fault:
+        raise EnvironmentFault(f"{source.root}: {fault}") from None
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)
     return loaded
+
+
+def _device(device: str | int | torch.device) -> torch.device:
+    """A device that something can be put on. Raises UsageFault, EnvironmentFault."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UsageFault(f"device {device!r}: {_first_line(error)}; give cpu or cuda:0, for one") from None
+    with _told(f"device {device!r}"):
+        torch.empty(1, dtype=torch.uint8, device=found)
+    return found
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """What PyTorch says of a device that is not there or full, as an EnvironmentFault."""
+    try:
+        yield
+    except (RuntimeError, AssertionError, ImportError, MemoryError) as error:
+        raise EnvironmentFault(f"{what}: {_first_line(error)}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return cut((str(error) or type(error).__name__).partition("\n")[0])
+
+
+def _whole(number: object) -> int | None:
+    """An integer of any kind as Python's, None for what is none."""
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def _read(descriptor: int, info: TensorInfo) -> Tensor:

@@ -89,6 +89,7 @@ def ask(checkpoint: Checkpoint, options: Options) -> Ask:
         options.input_scale,
         options.pre_quant_scale,
     )
+    refused += targets.taken_names(checkpoint.source.tensors, schema, target)
     if refused:
         raise InputRefused(refused)
     w13 = targets.w13_policy_of(schema, config, target, options.w13_scale)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nvfp4prep import manifest as manifests
-from nvfp4prep.errors import UsageFault
+from nvfp4prep.errors import EnvironmentFault, UsageFault
 from nvfp4prep.findings import cut
 from nvfp4prep.layouts import LAYOUTS
 from nvfp4prep.loading import PackedCheckpoint, PackedLayer
@@ -133,14 +133,21 @@ def logical_quantization(path: str) -> dict[str, Any]:
 
 
 def other_tensors(packed: PackedCheckpoint) -> Iterator[tuple[str, Tensor]]:
-    """Everything that all ranks share, by name: what is not of packed experts."""
+    """Everything that all ranks share, by name: what is not of packed experts.
+
+    Raises:
+        EnvironmentFault: a file can't be read.
+    """
     names: dict[str, list[str]] = {}
     for info in packed.others:
         names.setdefault(info.file, []).append(info.name)
     for file in sorted(names):
-        with safe_open(packed.path / file, "pt") as opened:
-            for name in names[file]:
-                yield name, opened.get_tensor(name)
+        try:
+            with safe_open(packed.path / file, "pt") as opened:
+                for name in names[file]:
+                    yield name, opened.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise EnvironmentFault(f"{packed.path / file}: can't be read: {error}; copy it again") from None
 
 
 def mapped(mapper: Any, name: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from nvfp4prep.experts import Slice
 from nvfp4prep.findings import Finding
+from nvfp4prep.header import TensorInfo
 from nvfp4prep.layouts import LAYOUTS, Layout
 from nvfp4prep.layouts.logical import (
     ENGINE_VERSIONS,
@@ -28,6 +29,9 @@ Activations = Literal["16-bit", "NVFP4", "E4M3"]
 HF = "hf"
 IDENTITY = "nvfp4prep"
 """The key of a packed file's metadata that says which layout and rank it is of."""
+
+OWN = ".nvfp4prep."
+"""What stands between the experts' module and this project's own tensors."""
 
 GPU_CAPABILITIES: Mapping[str, str] = {
     "b200": "sm100",
@@ -110,7 +114,11 @@ class Target:
 
     def own_prefix(self, moe: MoeLayer) -> str:
         """What stands before this project's own scalars."""
-        return moe.container + ".nvfp4prep."
+        return moe.container + OWN
+
+    def reserved(self, moe: MoeLayer) -> tuple[str, ...]:
+        """What only names of ours begin with: SGLang's parameters stand beside what else the experts' module has."""
+        return (self.own_prefix(moe), *((self.prefix(moe),) if self.prefix(moe) != moe.container + "." else ()))
 
     def experts(self, moe: MoeLayer, ep_rank: int) -> range:
         """The contiguous experts of an EP rank."""
@@ -272,6 +280,24 @@ def check_target(
             _error("the kernel takes one input scale per layer: --input-scale keep is for vllm-cutlass", target)
         )
     return findings
+
+
+def taken_names(tensors: Mapping[str, TensorInfo], schema: Schema, target: Target) -> list[Finding]:
+    """Tensors of a checkpoint under names that are nvfp4prep's own in the packed output, as errors."""
+    ours = {prefix: moe for moe in target.layers(schema) for prefix in target.reserved(moe)}
+    findings = []
+    for name, tensor in tensors.items():
+        place = next((start for start in _starts(name) if start in ours), None)
+        if place is not None:
+            moe = ours[place]
+            message = f"{target.layout}: {name}: names under {place} are nvfp4prep's own; rename or remove it"
+            findings.append(Finding("target-refused", "error", message, tensor.file, name, moe.layer))
+    return findings
+
+
+def _starts(name: str) -> Iterator[str]:
+    """Every beginning of a name that ends with a dot."""
+    return (name[: at + 1] for at, letter in enumerate(name) if letter == ".")
 
 
 def _no_layers(schema: Schema, wanted: Format) -> str:

@@ -14,12 +14,13 @@ from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
 from nvfp4prep.dialects import DIALECTS
 from nvfp4prep.digests import differing_files, read_header
-from nvfp4prep.errors import CheckFailed, InputRefused
+from nvfp4prep.errors import CheckFailed, EnvironmentFault, InputRefused
 from nvfp4prep.execute import Job, execute, shard_digests
 from nvfp4prep.findings import Finding
 from nvfp4prep.folding import factors_fit
 from nvfp4prep.header import DTYPE_BITS, MAX_TENSORS, HeaderError, TensorInfo, parse_header, tensor_bytes
 from nvfp4prep.journal import plan_id
+from nvfp4prep.layouts.logical import LayerFacts, Scales
 from nvfp4prep.numerics import raw_bytes
 from nvfp4prep.packing import (
     DTYPES,
@@ -50,13 +51,14 @@ from nvfp4prep.plan import (
 from nvfp4prep.scales import Resolution
 from nvfp4prep.schema import SCALAR_PARAMS, Linear, MoeLayer, Schema, build_schema
 from nvfp4prep.source import INDEX, Source, read_json, read_packed, refuse
-from nvfp4prep.targets import IDENTITY, Target, activation_of, expert_problem
+from nvfp4prep.targets import IDENTITY, OWN, Target, activation_of, expert_problem
 from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space
 
 _MAX_RANKS = 1024
 _MAX_EXPERTS = 1 << 16
 """More than any model or cluster has: a damaged manifest must not make loops of a number."""
-_OWN = ".experts.nvfp4prep."
+_OWN = ".experts" + OWN
+_NAMES = {dtype: name for name, dtype in DTYPES.items() if name.startswith(("F32", "F16", "BF16"))}
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,11 @@ def read_packed_output(path: Path) -> Packed:
         InputRefused: it is none, or something of it is missing.
         EnvironmentFault: I/O.
     """
-    if not path.is_dir():
+    try:
+        there = path.is_dir()
+    except OSError as error:
+        raise EnvironmentFault(f"{path}: can't be read: {error.strerror}") from None
+    if not there:
         refuse("not-packed", "no such directory; give a packed output of convert", file=str(path))
     config = read_json(path, qc.CONFIG)
     manifest, ignored = manifests.read_manifest(path)
@@ -93,6 +99,8 @@ def read_packed_output(path: Path) -> Packed:
         refuse("not-packed", message + why, file=str(path))
     try:
         target = _target(manifest["packed"])
+        engine_version = manifest["packed"]["engine_version"]
+        _require(isinstance(engine_version, str), f"engine_version {engine_version}")
         experts = _expert_specs(manifest["logical"])
         _check_facts(manifest)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, HeaderError) as error:
@@ -105,7 +113,8 @@ def read_packed_output(path: Path) -> Packed:
         )
     section = config.get("quantization_config")
     if not isinstance(section, Mapping) or any(
-        section.get(key) != value for key, value in manifests.packed_config(target).items() if key != "engine_version"
+        section.get(key) != value
+        for key, value in (manifests.packed_config(target) | {"engine_version": engine_version}).items()
     ):
         refuse("manifest-bad", f"packed as {target.layout_id} by {manifests.MANIFEST}, but not by this", file=qc.CONFIG)
     folders = [target.folder(rank) for rank in target.ranks()]
@@ -225,6 +234,10 @@ def _check_tensors(packed: Packed) -> None:
     def find(name: str, message: str, folder: str) -> None:
         findings.append(Finding("packed-tensor-bad", "error", message, file=folder or None, tensor=name))
 
+    keys: dict[str, list[str]] = {}
+    for key in tensors:
+        path, experts, name = key.partition(".experts.")
+        keys.setdefault(f"{path}{experts}{name.partition('.')[0]}.", []).append(key)
     for moe in packed.layers:
         columns = [f"{projection}_{param}" for projection in ("gate", "up", "down") for param in SCALAR_PARAMS]
         stored = {
@@ -248,6 +261,15 @@ def _check_tensors(packed: Packed) -> None:
                     find(name, "not there; copy the whole output", folder)
                 elif (found.dtype, found.shape) != (dtype, shape):
                     find(name, f"{found.dtype} {list(found.shape)} where {dtype} {list(shape)} belongs", folder)
+            small = _small_specs(moe, rank, target, packed.config)
+            for name, (dtype, shape) in small.items():
+                found = tensors.get(key_of(folder, name))
+                if name not in wanted and found is not None and (found.dtype, found.shape) != (dtype, shape):
+                    find(name, f"{found.dtype} {list(found.shape)} where {dtype} {list(shape)} belongs", folder)
+            for prefix in target.reserved(moe):
+                for name in (tensors[key].name for key in keys.get(key_of(folder, prefix), ())):
+                    if name not in wanted and name not in small:
+                        find(name, "nvfp4prep stores no such tensor; remove it", folder)
             for name in set(columns) - stored:
                 if key_of(folder, target.own_prefix(moe) + name) in tensors:
                     find(target.own_prefix(moe) + name, "the manifest knows no such scale", folder)
@@ -258,6 +280,27 @@ def _check_tensors(packed: Packed) -> None:
             find(key, "the manifest does not name this layer", "")
     if findings:
         raise InputRefused(findings)
+
+
+def _small_specs(moe: MoeLayer, rank: Rank, target: Target, config: Mapping[str, Any]) -> dict[str, Spec]:
+    """Specs of every small tensor that packing may store for a layer and rank; of input scales, not all are stored."""
+    count, geometry = len(target.experts(moe, rank.ep)), target.geometry(moe, rank.tp)
+    ones = torch.ones(count)
+    factors = (torch.ones(moe.hidden), torch.ones(geometry.intermediate))
+    scales = Scales(
+        ones if moe.gated else None,
+        *[ones] * 4,
+        *(factors if target.module.REQUIRES.pre_quant_scale else (None, None)),
+    )
+    facts = LayerFacts(target.engine, target.activation_dtype)
+    kernel = target.module.scalars(scales, activation_of(config, moe.gated), facts)
+    own = kernel | {"raw_input_scale": ones, "raw_w2_input_scale": ones}
+    own |= {f"{projection}_{param}": ones for projection in projections(moe) for param in SCALAR_PARAMS}
+    named = {target.own_prefix(moe) + name: value for name, value in own.items()}
+    named |= {
+        target.prefix(moe) + name: value for name, value in target.module.parameters(scales, kernel, facts).items()
+    }
+    return {name: (_NAMES[value.dtype], tuple(value.shape)) for name, value in named.items()}
 
 
 def _check_files(packed: Packed) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,17 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pack_checks as packs
 import pytest
 import torch
+from runner import run
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import nvfp4prep
+from nvfp4prep import loading
 from nvfp4prep.errors import EnvironmentFault, InputRefused, UsageFault
 
 MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "trtllm": ("qwen3moe-nvfp4-perexpert", {"target": "flashinfer-trtllm", "tp": 2, "ep": 2}),
     "trtllm-sglang": ("qwen3moe-nvfp4-perexpert", {"target": "flashinfer-trtllm", "engine": "sglang", "ep": 2}),
+    "cutlass-plain": ("qwen3moe-nvfp4-perexpert", {"target": "vllm-cutlass"}),
     "trtllm-biased": ("gptoss-nvfp4", {"target": "flashinfer-trtllm"}),
     "cutlass-sglang": ("qwen3moe-nvfp4-i96", {"target": "flashinfer-cutlass", "engine": "sglang"}),
     "cutlass-biased": ("gptoss-nvfp4", {"target": "flashinfer-cutlass", "tp": 2}),
@@ -157,14 +165,124 @@ def test_biases_take_the_outputs_dtype(packed: Callable[[str], Path]) -> None:
         ("model.layers.0", (0, 0), "no packed MoE layer 'model.layers.0'; there are 0, 1"),
         (0, (2, 0), r"no rank \(2, 0\); packed for TP 2 and EP 2: .* \(0, 0\), \(1, 0\), \(0, 1\), \(1, 1\)"),
         (0, (0, -1), r"no rank \(0, -1\)"),
+        (0, (0.0, 1.0), r"no rank \(0\.0, 1\.0\)"),
+        (0, [0, 1, 0], r"no rank \[0, 1, 0\]"),
+        (0, "01", "no rank '01'"),
+        (0, 1, "no rank 1;"),
+        (0, None, "no rank None"),
+        (0, ((0, 0), 1), r"no rank \(\(0, 0\), 1\)"),
+        (1.0, (0, 0), r"no packed MoE layer 1\.0"),
+        (None, (0, 0), "no packed MoE layer None"),
+        ([0], (0, 0), r"no packed MoE layer \[0\]"),
     ],
 )
-def test_wrong_layer_or_rank(
-    packed: Callable[[str], Path], layer: int | str, rank: tuple[int, int], message: str
-) -> None:
+def test_wrong_layer_or_rank(packed: Callable[[str], Path], layer: Any, rank: Any, message: str) -> None:
     with pytest.raises(UsageFault, match=message) as raised:
         nvfp4prep.load_experts(packed("trtllm"), layer, rank)
     assert str(packed("trtllm")) in str(raised.value)
+
+
+def test_whole_numbers_of_any_kind(packed: Callable[[str], Path]) -> None:
+    opened = nvfp4prep.open(packed("trtllm"))
+    wanted = opened.load_experts(1, (0, 1))
+    for layer, rank in ((np.int64(1), [0, 1]), (torch.tensor(1), np.array([0, 1])), (1, torch.tensor([0, 1]))):
+        found = opened.load_experts(layer, rank)
+        assert (found.path, found.rank, found.experts) == (wanted.path, (0, 1), wanted.experts)
+
+
+@pytest.mark.parametrize("device", ["xyz", "", "cuda:x", object(), 1.5, ("cpu",)])
+def test_no_device(packed: Callable[[str], Path], device: Any) -> None:
+    with pytest.raises(UsageFault, match=r"device .*give cpu or cuda:0"):
+        nvfp4prep.load_experts(packed("cutedsl"), 0, device=device)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "mps", "xpu", torch.device("cuda", 99)])
+def test_a_device_that_is_not_here(packed: Callable[[str], Path], device: Any) -> None:
+    with pytest.raises(EnvironmentFault, match="device "):
+        nvfp4prep.load_experts(packed("cutedsl"), 0, device=device)
+
+
+def test_a_device_that_is_full(packed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    monkeypatch.setattr(loading, "_read", full)
+    with pytest.raises(EnvironmentFault, match=r"safetensors: model.*bytes on device cpu: CUDA out of memory\.$"):
+        nvfp4prep.load_experts(packed("cutedsl"), 0)
+
+
+def test_paths(packed: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EnvironmentFault, match="too long"):
+        nvfp4prep.open(tmp_path / ("x" * 300))
+    for strange in ("", "\0", "no/such"):
+        with pytest.raises(InputRefused):
+            nvfp4prep.open(tmp_path / strange)
+    out = packed("cutedsl")
+    monkeypatch.chdir(out.parent)
+    opened = nvfp4prep.open(out.name)
+    monkeypatch.chdir(tmp_path)
+    assert opened.path == out
+    assert opened.load_experts(0).tensors
+
+
+def test_a_file_that_goes_is_named_in_full(packed: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(packed("cutedsl"), tmp_path / "out")
+    opened = nvfp4prep.open(tmp_path / "out")
+    for path in opened.path.glob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(EnvironmentFault, match=re.escape(str(tmp_path / "out"))):
+        opened.load_experts(0)
+
+
+@pytest.mark.parametrize("version", [None, 5, "0.1", ...])
+def test_the_engines_version(packed: Callable[[str], Path], tmp_path: Path, version: Any) -> None:
+    """Opening, unpacking and validating say the same of it."""
+    out = tmp_path / "out"
+    shutil.copytree(packed("cutedsl"), out)
+    manifest = json.loads((out / "nvfp4prep.json").read_text())
+    manifest["packed"]["engine_version"] = version
+    if version is ...:
+        del manifest["packed"]["engine_version"]
+    (out / "nvfp4prep.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputRefused, match="manifest-bad"):
+        nvfp4prep.open(out)
+    assert run("unpack", out, tmp_path / "hf").code == 3
+    assert run("validate", out, "--level", "headers").code == 1
+
+
+OWN, ENGINES = "model.layers.0.mlp.experts.nvfp4prep.", "model.layers.0.mlp.experts.routed_experts."
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "says"),
+    [
+        (OWN + "foo", torch.ones(2, dtype=torch.int64), "nvfp4prep stores no such tensor; remove it"),
+        (OWN + "foo", torch.ones(2), "nvfp4prep stores no such tensor; remove it"),
+        (OWN + "down_bar", torch.ones(2, dtype=torch.complex64), "nvfp4prep stores no such tensor; remove it"),
+        (OWN + "g1_alphas", torch.ones(8, dtype=torch.complex64), r"C64 \[8\] where F32 \[8\] belongs"),
+        (OWN + "raw_input_scale", torch.ones(7), r"F32 \[7\] where F32 \[8\] belongs"),
+        (ENGINES + "w2_input_scale", torch.ones(8).double(), r"F64 \[8\] where F32 \[8\]"),
+        (ENGINES + "foo", torch.ones(8), "nvfp4prep stores no such tensor; remove it"),
+    ],
+)
+def test_tensors_that_packing_does_not_write(
+    packed: Callable[[str], Path], tmp_path: Path, name: str, tensor: torch.Tensor, says: str
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(packed("cutlass-plain"), out)
+    path = next(path for path in out.glob("*.safetensors") if OWN + "g1_alphas" in load_file(path))
+    with safe_open(path, "pt") as opened:
+        metadata = opened.metadata()
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    index["weight_map"][name] = path.name
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file(load_file(path) | {name: tensor}, path, metadata)
+    manifest = json.loads((out / "nvfp4prep.json").read_text())
+    manifest["outputs"][path.name]["bytes"] = path.stat().st_size
+    (out / "nvfp4prep.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputRefused, match=says):
+        nvfp4prep.open(out)
+    assert run("validate", out, "--level", "headers").code == 1
 
 
 def test_a_number_that_two_layers_have(packed: Callable[[str], Path]) -> None:
@@ -209,7 +327,6 @@ assert "torch" in sys.modules
 
 
 def test_the_packages_names() -> None:
-    from nvfp4prep import loading
 
     assert nvfp4prep.open is loading.open_packed
     assert nvfp4prep.load_experts is loading.load_experts

@@ -11,8 +11,8 @@ import pack_checks as packs
 import pytest
 
 import nvfp4prep
-from nvfp4prep.errors import UsageFault
-from nvfp4prep.serving import Module, Running, check_module, check_running, logical_quantization
+from nvfp4prep.errors import EnvironmentFault, UsageFault
+from nvfp4prep.serving import Module, Running, check_module, check_running, logical_quantization, other_tensors
 
 SOURCE = "qwen3moe-nvfp4-perexpert"
 
@@ -84,3 +84,11 @@ def test_int4_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path, targ
     out = packs.pack(checkpoint("qwen3moe-int4awq"), tmp_path / "out", target, pre_quant_scale="fold")
     with pytest.raises(UsageFault, match="does not load; serve int4 as compressed-tensors"):
         logical_quantization(str(out))
+
+
+def test_a_file_of_other_tensors_that_goes(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    opened = nvfp4prep.open(packs.pack(checkpoint(SOURCE), tmp_path / "out", "vllm-cutlass"))
+    for path in opened.path.glob("*.safetensors"):
+        path.write_bytes(b"nothing")
+    with pytest.raises(EnvironmentFault, match=r"safetensors: can't be read: .*copy it again"):
+        list(other_tensors(opened))

@@ -25,8 +25,8 @@ RULES: tuple[Rule, ...] = (
         "headers",
         "the smoke check can't be run",
         why=(
-            "The check does not guess: with an activation or a routing that it does not know, its verdict would mean "
-            "nothing."
+            "The check does not guess: with an activation, a routing or a router that it does not know, its verdict "
+            "would mean nothing. `convert` goes on then, and says that the check was not run."
         ),
         fix="Correct config.json if the message names a wrong setting, and judge the model by an evaluation otherwise.",
         example=(
@@ -39,12 +39,15 @@ RULES: tuple[Rule, ...] = (
         "reference-layer",
         "error",
         "headers",
-        "the reference has no such layer",
+        "the reference or the source has no such layer",
         why=(
-            "There is nothing to compare the layer with. The reference is another model, or names its layers in "
-            "another way."
+            "There is nothing to compare the layer with. The reference or the source is another model, or names its "
+            "layers in another way."
         ),
-        fix="Give the original checkpoint of the same model with `--reference`.",
+        fix=(
+            "Give the original checkpoint of the same model with `--reference`, the one that was packed with "
+            "`--source`."
+        ),
         example=(
             "error NVP903 [reference-layer] the reference Qwen3-8B has no routed experts under model.layers.3.mlp; it "
             "has none"
@@ -68,9 +71,12 @@ RULES: tuple[Rule, ...] = (
         "reference-shape",
         "error",
         "headers",
-        "the reference's experts have other shapes",
-        why="The reference is another model: a comparison with it would say nothing.",
-        fix="Give the original checkpoint of the same model with `--reference`.",
+        "the reference's or the source's experts have other shapes",
+        why="The reference or the source is another model: a comparison with it would say nothing.",
+        fix=(
+            "Give the original checkpoint of the same model with `--reference`, the one that was packed with "
+            "`--source`."
+        ),
         example=(
             "error NVP905 [reference-shape] Qwen3-235B-A22B: model.layers.3.mlp has experts 128, hidden 4096, "
             "intermediate 1536, gated 1; the checkpoint has experts 128, hidden 2048, intermediate 768, gated 1"

@@ -23,7 +23,7 @@ from nvfp4prep.layouts import vllm_marlin
 from nvfp4prep.layouts.logical import Expert, LayerFacts, LayoutError, Scales
 from nvfp4prep.numerics import E2M1_MAX
 from nvfp4prep.plan import Rank, key_of
-from nvfp4prep.schema import MoeLayer
+from nvfp4prep.schema import Format, MoeLayer
 from nvfp4prep.smoke import emulator, kernels
 from nvfp4prep.smoke.inputs import hidden_states
 from nvfp4prep.smoke.layer import LogicalLayer, PackedLayer, Routing, Run, Weights
@@ -35,7 +35,7 @@ from nvfp4prep.smoke.metrics import (
     reference_tolerances,
     verdict,
 )
-from nvfp4prep.smoke.reference import engine_scales, exact, plain, scale_change, weights_of
+from nvfp4prep.smoke.reference import column_factors, engine_scales, exact, plain, scale_change, unevenness, weights_of
 from nvfp4prep.smoke.rounding import away_from_ties, rounding_of
 from nvfp4prep.smoke.routing import Router, RouterConfig, random_routing, route, scale_inputs
 from nvfp4prep.targets import Target
@@ -44,6 +44,10 @@ EMULATOR = "emulator"
 Reference = Literal[
     "BF16 checkpoint", "source, dequantised", "its own unpacked bytes: cannot see errors made before packing"
 ]
+BF16: Reference = "BF16 checkpoint"
+
+_MOST_UNEVEN = 2.0
+"""Beyond it the tolerance would be so wide that the comparison says little."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,9 @@ class Subject:
     router. `parameters(moe, rank)` gives the small tensors as stored and as they should be, by full name; None when
     nothing is stored. `independent` is False when `logical` is what the packed bytes themselves say; `rescaled(moe)`
     True when block scales were rounded once more since the reference (unified gate and up scales, factors folded into
-    up's). `folded` are the paths of layers whose pre_quant_scale was folded away: what activations they expect is not
-    known, so that no bound holds for the error of quantising them, and a BF16 checkpoint has other columns; these are
-    not compared with the real weights.
+    up's). `folded` are the paths of layers whose pre_quant_scale was folded away; what activations they expect is not
+    known, so that no bound holds for the error of quantising them. `norm_factors(moe)` are [H] that the layer's inputs
+    have in them and those of the real weights as stored had not (`real` divides by them), or why they are not known.
     """
 
     target: Target
@@ -84,13 +88,14 @@ class Subject:
     independent: bool = True
     rescaled: Callable[[MoeLayer], bool] = lambda moe: False
     folded: frozenset[str] = frozenset()
+    norm_factors: Callable[[MoeLayer], Tensor | str | None] = lambda moe: None
 
 
 @dataclass(frozen=True)
 class Expectation:
     """What a layer should give for one set of inputs, by rank with the rank's own routing, and by the real weights.
 
-    `real` is None when not all ranks are there.
+    `real` is None where the layer is not compared; `uneven` as in `metrics.quantisation_error`.
     """
 
     x: Tensor
@@ -98,6 +103,7 @@ class Expectation:
     label: str
     exact: Mapping[Rank, tuple[Tensor, Routing]]
     real: Tensor | None
+    uneven: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -116,8 +122,20 @@ class Row:
 
 
 @dataclass(frozen=True)
+class NotCompared:
+    """A layer that was not compared with real weights, and why."""
+
+    layer: int | None
+    path: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Report:
-    """Everything a run found. `kernel_ran` is False for the emulator."""
+    """Everything a run found. `kernel_ran` is False for the emulator.
+
+    `reference` is what layers were compared with, but for those `not_compared`; see `compared`.
+    """
 
     target: str
     backend: str
@@ -128,6 +146,17 @@ class Report:
     rows: tuple[Row, ...]
     byte_problems: tuple[str, ...]
     notes: tuple[str, ...] = field(default=())
+    not_compared: tuple[NotCompared, ...] = ()
+
+    @property
+    def layers(self) -> frozenset[str]:
+        """Paths of the layers that ran."""
+        return frozenset(row.path for row in self.rows)
+
+    @property
+    def compared(self) -> bool:
+        """Whether any layer was compared with real weights."""
+        return any(row.against == "reference" for row in self.rows)
 
     @property
     def passed(self) -> bool:
@@ -176,25 +205,35 @@ def check(subject: Subject, settings: Settings, progress: Callable[[str], None] 
     """Run the check.
 
     Raises:
-        InputRefused: a layer that can't be packed.
+        InputRefused: a layer that can't be packed, or whose routing or inputs are not known.
         UsageFault, EnvironmentFault: see `choose_backend` and `chosen_layers`.
     """
     name, run, why_not, versions = choose_backend(subject.target, settings.backend)
     rows: list[Row] = []
     problems: list[str] = []
+    apart: list[NotCompared] = []
     for moe in chosen_layers(subject.layers, settings.layers):
         progress(moe.path)
+        before = len(problems)
         try:
+            if subject.reference == BF16:
+                subject.real(moe)  # refuses another model's, compared or not
             ranks = {rank: packed for rank in subject.target.ranks() if (packed := subject.pack(moe, rank)) is not None}
             logical = subject.logical(moe)
             for rank, packed in ranks.items():
                 problems += layer_problems(subject, moe, rank, packed, logical)
+            known = comparable(subject, moe, tuple(ranks), logical)
+            if isinstance(known, str):
+                apart.append(NotCompared(moe.layer, moe.path, known))
+            for expected in expectations(subject, settings, moe, tuple(ranks), logical, known):
+                outputs = {rank: run(packed, expected.x, expected.routing).cpu() for rank, packed in ranks.items()}
+                rows += judged(subject, settings, moe, logical, expected, outputs)
         except LayoutError as error:
-            message = f"{subject.target.layout_id}: {moe.path}: {error}"
+            message = f"{subject.target.layout_id}: {_in_layer(moe, str(error))}"
+            if len(problems) > before:  # damage, which is told
+                problems.append(message)
+                continue
             raise InputRefused([Finding("smoke-refused", "error", message, layer=moe.layer)]) from None
-        for expected in expectations(subject, settings, moe, tuple(ranks), logical):
-            outputs = {rank: run(packed, expected.x, expected.routing).cpu() for rank, packed in ranks.items()}
-            rows += judged(subject, settings, moe, logical, expected, outputs)
     return Report(
         subject.target.layout_id,
         name,
@@ -204,7 +243,26 @@ def check(subject: Subject, settings: Settings, progress: Callable[[str], None] 
         subject.reference,
         tuple(rows),
         tuple(problems),
+        not_compared=tuple(apart),
     )
+
+
+def unjudged(subject: Subject) -> str | None:
+    """Why the check can't judge a layer of these, the first if there are several; None when it can judge all.
+
+    Routers and scales are read for it, no weights.
+    """
+    for moe in subject.layers:
+        try:
+            for _ in _inputs(subject, Settings(tokens=(1,)), moe, subject.logical(moe)):
+                pass
+        except LayoutError as error:
+            return _in_layer(moe, str(error))
+    return None
+
+
+def _in_layer(moe: MoeLayer, message: str) -> str:
+    return message if message.startswith(moe.path) else f"{moe.path}: {message}"
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -374,10 +432,62 @@ def _same(stored: Tensor | None, wanted: Tensor | None, *, exactly: bool) -> boo
 # --- outputs ----------------------------------------------------------------------------------------------------------
 
 
+Uneven = tuple[float, float]
+
+
+def comparable(subject: Subject, moe: MoeLayer, ranks: Collection[Rank], logical: LogicalLayer) -> Uneven | str:
+    """How much more a layer may differ from the real weights for AWQ's factors (1, 1: no more), or why it can't be
+    compared with them."""
+    target = subject.target
+    if len(ranks) != target.tp * target.ep:
+        return "not all ranks are there"
+    folded = moe.path in subject.folded
+    if folded and target.activations != "16-bit":
+        return (
+            "its pre_quant_scale is folded away: which activations it expects is not known, nor what quantising others "
+            "may cost"
+        )
+    if subject.reference != BF16:
+        return 1.0, 1.0
+    inside = subject.norm_factors(moe)
+    if isinstance(inside, str):
+        return inside
+    found = _uneven(subject, moe, logical, inside)
+    if not max(found) <= _MOST_UNEVEN:
+        return f"AWQ's factors differ too much within a group of weights ({max(found):.3g} times the error)"
+    return found
+
+
+def _uneven(subject: Subject, moe: MoeLayer, logical: LogicalLayer, inside: Tensor | None) -> Uneven:
+    """GEMM1's inputs have the factors `inside`, and lack those that the kernel multiplies by.
+
+    GEMM2's always lack them; those that were moved into up's scales are told from down's columns.
+    """
+    group, scales = moe.w2[0].group_size, logical.scales
+    first = 1.0 if inside is None else unevenness(inside, group, folded=True)
+    if scales.w13_factors is not None:
+        first = unevenness(scales.w13_factors, group)
+    if scales.w2_factors is not None and not bool((scales.w2_factors == 1).all()):
+        return first, unevenness(scales.w2_factors, group)
+    if moe.path not in subject.folded and moe.format is not Format.INT4:
+        return first, 1.0
+    real = subject.real(moe)
+
+    def of_down(e: int) -> float:
+        return unevenness(column_factors(real(e).down, weights_of(logical.expert(e), scales, e).down), group)
+
+    return first, max(map(of_down, range(moe.expert_count)))
+
+
 def expectations(
-    subject: Subject, settings: Settings, moe: MoeLayer, ranks: Collection[Rank], logical: LogicalLayer
+    subject: Subject,
+    settings: Settings,
+    moe: MoeLayer,
+    ranks: Collection[Rank],
+    logical: LogicalLayer,
+    known: Uneven | str,
 ) -> Iterator[Expectation]:
-    """What a layer should give for each of the inputs."""
+    """What a layer should give for each of the inputs; `known` is what `comparable` says of it."""
     target = subject.target
     whole = replace(logical, scales=engine_scales(logical.scales, target))
     for x, routing, label in _inputs(subject, settings, moe, logical):
@@ -385,11 +495,11 @@ def expectations(
         for rank in ranks:
             part, local = _rank_part(target, moe, rank, whole, routing)
             by_rank[rank] = exact(part, x, local, target.activations, rounding_of(target)), local
-        other = target.activations != "16-bit" or subject.reference == "BF16 checkpoint"
-        known = moe.path not in subject.folded or not other
-        complete = len(ranks) == target.tp * target.ep and known
-        real = plain(subject.real(moe), logical.activation, x, routing) if complete else None
-        yield Expectation(x, routing, label, by_rank, real)
+        if isinstance(known, str):
+            yield Expectation(x, routing, label, by_rank, None)
+        else:
+            real = plain(subject.real(moe), logical.activation, x, routing)
+            yield Expectation(x, routing, label, by_rank, real, known)
 
 
 def judged(
@@ -411,10 +521,11 @@ def judged(
         return
     loose = reference_tolerances(
         logical.activation.kind,
-        weights=target.module.REQUIRES.format if subject.reference == "BF16 checkpoint" else None,
+        weights=target.module.REQUIRES.format if subject.reference == BF16 else None,
         activations=target.activations,
         rescaled=subject.rescaled(moe),
         scale_change=scale_change(logical.scales, engine_scales(logical.scales, target)),
+        uneven=expected.uneven,
     )
     summed = torch.stack(list(outputs.values())).sum(0)
     rank_label = "all ranks" if len(outputs) > 1 else _label(target, next(iter(outputs)))
@@ -448,16 +559,31 @@ def _label(target: Target, rank: Rank) -> str:
 def _inputs(
     subject: Subject, settings: Settings, moe: MoeLayer, logical: LogicalLayer
 ) -> Iterator[tuple[Tensor, Routing, str]]:
-    """Hidden states and routing for each token count, and once every expert reached at random."""
+    """Hidden states and routing for each token count, and once every expert reached at random.
+
+    Raises:
+        LayoutError: a router, settings of routing or an input scale that nothing can be made of.
+    """
     scale, a1 = _input_scale(subject.target, logical.scales)
     router = subject.router(moe)
     config = subject.router_config
+    if config.top_k > logical.expert_count:
+        raise LayoutError(
+            f"config.json: num_experts_per_tok {config.top_k} of {logical.expert_count} experts; correct config.json"
+        )
+
+    def states(tokens: int, number: int) -> Tensor:
+        try:
+            return _untied(hidden_states(tokens, logical.hidden, settings.seed + number, a1), scale)
+        except ValueError as error:
+            raise LayoutError(f"no hidden states can be made for it: {error}") from None
+
     for number, tokens in enumerate(settings.tokens):
-        x = _untied(hidden_states(tokens, logical.hidden, settings.seed + number, a1), scale)
+        x = states(tokens, number)
         if router is not None:
             yield *scale_inputs(config, x, route(config, x, *router)), "router"
     most = max(settings.tokens)
-    x = _untied(hidden_states(most, logical.hidden, settings.seed + len(settings.tokens), a1), scale)
+    x = states(most, len(settings.tokens))
     yield x, random_routing(logical.expert_count, config.top_k, most, settings.seed, config.scale), "random"
 
 

@@ -32,6 +32,11 @@ the exact emulation a value flips with probability |d·v| / s as above, s = sqrt
 
 **int4 weights.** Groups of 128 normal values with scale amax / 7: 0.118, measured likewise. Tails are worse.
 
+**AWQ.** Weights W / p were quantised for inputs p·x, p a factor for each column. A group's scale follows its largest
+|W / p|. So against BF16 the weights' q is at most rms(p)·max(1/p) times as large where x is made without p, and
+max(1/p) / rms(1/p) times where it is made as it leaves the norm that p was folded into, over the columns of a group: 1
+where p is the same for all. That much more is allowed, for each GEMM (`reference.unevenness`).
+
 **16-bit global scales.** An engine that rounds them (SGLang's Marlin: up to 2^-9 or 2^-8 each) changes all of an
 expert's output one way. That change is known, and added as it is: to tolerances against real weights only.
 
@@ -227,14 +232,19 @@ def exact_error(activations: Activations) -> float:
 
 
 def quantisation_error(
-    kind: Literal["silu", "swiglu-oai", "relu2"], *, weights: Format | None, activations: Activations
+    kind: Literal["silu", "swiglu-oai", "relu2"],
+    *,
+    weights: Format | None,
+    activations: Activations,
+    uneven: tuple[float, float] = (1.0, 1.0),
 ) -> float:
     """Expected relative L2 that quantisation alone makes against unquantised weights and activations.
 
-    `weights` is None when the reference has the same quantised weights.
+    `weights` is None when the reference has the same quantised weights. `uneven`: how much more AWQ's factors make of
+    the weights' error in GEMM1 and GEMM2.
     """
-    noise = math.hypot(_WEIGHT_NOISE[weights], _ACTIVATION_NOISE[activations])
-    return noise * math.sqrt((4 / 3 if kind == "relu2" else 2) + 1)
+    first, second = (math.hypot(_WEIGHT_NOISE[weights] * more, _ACTIVATION_NOISE[activations]) for more in uneven)
+    return math.hypot(first * math.sqrt(4 / 3 if kind == "relu2" else 2), second)
 
 
 def exact_tolerances(activations: Activations) -> Tolerances:
@@ -251,13 +261,14 @@ def reference_tolerances(
     activations: Activations,
     rescaled: bool = False,
     scale_change: float = 0.0,
+    uneven: tuple[float, float] = (1.0, 1.0),
 ) -> Tolerances:
     """For a kernel against the F32 reference; see `quantisation_error` for the arguments.
 
     `rescaled`: block scales were rounded (a global scale shared, factors folded in), and the reference's were not.
     `scale_change`: relative change of an expert's output by the engine's rounding of its global scales.
     """
-    noise = quantisation_error(kind, weights=weights, activations=activations)
+    noise = quantisation_error(kind, weights=weights, activations=activations, uneven=uneven)
     whole = _HEADROOM * math.hypot(noise, exact_error(activations), RESCALE_NOISE * rescaled)
     return Tolerances(whole + scale_change, _TOKEN * whole + scale_change)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from nvfp4prep.blockscales import half_of
 from nvfp4prep.experts import Read
 from nvfp4prep.layouts.logical import Activation, Expert, Matrix, Scales
-from nvfp4prep.numerics import dequantize_int4, dequantize_nvfp4, encode_e4m3, quantize_dequantize_nvfp4
+from nvfp4prep.numerics import dequantize_int4, dequantize_nvfp4, encode_e4m3, floats, quantize_dequantize_nvfp4
 from nvfp4prep.packing import reader
 from nvfp4prep.schema import FLOAT_DTYPES, GateUpOrder, Linear, MoeLayer, build_schema, gate_up_order
 from nvfp4prep.smoke.layer import LogicalLayer, Routing, Weights
@@ -247,6 +247,55 @@ def reference_weights(source: Source, config: Mapping[str, Any], moe: MoeLayer) 
     return per_expert
 
 
+def reference_norm(source: Source, config: Mapping[str, Any], moe: MoeLayer, name: str) -> Tensor | None:
+    """The norm of an unquantised checkpoint that gives a layer's input, F32 [H]; None where it stores none.
+
+    Args:
+      source, config, moe: as for `reference_weights`.
+      name: of the norm's weight, below the module that holds the MoE block.
+
+    Raises:
+      InputRefused: no such layer in it, or a norm of another size or kind.
+    """
+    found = _same_layer(build_schema(source.tensors, config).moe_layers, moe, source)
+    info = source.tensors.get(f"{found.path.rpartition('.')[0]}.{name}")
+    if info is None:
+        return None
+    if info.dtype not in FLOAT_DTYPES or info.shape != (moe.hidden,):
+        message = f"{info.name} is {info.dtype} {list(info.shape)}; {moe.hidden} floats fit the checkpoint"
+        refuse("reference-shape", message, file=source.spec)
+    return floats(info.dtype, read_tensor(source, info)).view(info.shape)
+
+
+def unevenness(factors: Tensor, group: int, *, folded: bool = False) -> float:
+    """How much larger AWQ's factors make the error of a GEMM's quantised weights, at most; see `metrics`.
+
+    Args:
+      factors: [K], what columns were divided by before they were quantised; NaN for columns of zeros.
+      group: the number of columns that share a scale.
+      folded: inputs have the factors in them.
+    """
+    worst = 1.0
+    for part in torch.split(factors.double().abs(), group):
+        known = part[part.isfinite()]
+        if known.numel():
+            rms = 1 / (1 / known).square().mean().sqrt() if folded else known.square().mean().sqrt()
+            worst = max(worst, float(rms / known.min()))
+    return worst
+
+
+def column_factors(real: Tensor, stored: Tensor) -> Tensor:
+    """What columns were divided by before they were quantised, F64 [K]: the real ones' lengths over the stored ones'.
+
+    A length is a mean over all rows, which the noise of quantising hardly moves. NaN for a column of zeros.
+
+    Args:
+      real, stored: floating [N, K].
+    """
+    ours, theirs = stored.norm(dim=0).double(), real.to(stored.device).norm(dim=0).double()
+    return torch.where((ours > 0) & (theirs > 0), theirs / ours, torch.nan)
+
+
 def _bias(linear: Linear | None, read: Read) -> Tensor | None:
     if linear is None or "bias" not in linear.params:
         return None
@@ -286,6 +335,13 @@ def _check_kind(found: MoeLayer, moe: MoeLayer, source: Source) -> None:
         names = ("experts", "hidden", "intermediate", "gated")
         text = [", ".join(f"{n} {v}" for n, v in zip(names, values, strict=False)) for values in (sizes, wanted)]
         refuse("reference-shape", f"{found.path} has {text[0]}; the checkpoint has {text[1]}", file=source.spec)
+
+
+def kind_of(moe: MoeLayer) -> str:
+    """What a quantised layer is, for comparing it with another and for saying so."""
+    sizes = f"experts {moe.expert_count}, hidden {moe.hidden}, intermediate {moe.intermediate}, gated {int(moe.gated)}"
+    biases, stored = ("with biases" if moe.biased else "no biases"), ("fused" if moe.gate_up else "one by one")
+    return f"{moe.format.value}, {sizes}, groups of {moe.w2[0].group_size}, {biases}, {stored}"
 
 
 def _fused_reader(

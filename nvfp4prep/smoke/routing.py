@@ -236,8 +236,14 @@ def route(
         weights are for the inputs: `scale_inputs` applies them.
 
     Raises:
-        LayoutError: a bias that is missing or not known, or numbers of experts, groups and top_k that don't fit.
+        LayoutError: a bias that is missing or not known, a weight for another H, or numbers of experts, groups and
+            top_k that don't fit.
     """
+    if weight.shape[1] != x.shape[1]:
+        raise LayoutError(
+            f"the router reads {weight.shape[1]} values and the experts {x.shape[1]}: "
+            "what makes one of the other is not known"
+        )
     for name, tensor, wanted in (
         ("bias", bias, config.router_bias),
         ("e_score_correction_bias", correction_bias, config.correction_bias),
@@ -346,11 +352,11 @@ def read_router(source: Source, moe: MoeLayer) -> Router | None:
     if weight is None:
         return None
     if len(weight.shape) != 2 or weight.shape[0] != moe.expert_count:
-        raise LayoutError(f"{weight.name}: {list(weight.shape)} where [{moe.expert_count}, hidden] was expected")
+        raise LayoutError(f"{_placed(weight)}: {list(weight.shape)} where [{moe.expert_count}, hidden] was expected")
     vectors = []
     for tensor in (bias, correction):
         if tensor is not None and tensor.shape != (moe.expert_count,):
-            raise LayoutError(f"{tensor.name}: {list(tensor.shape)} where [{moe.expert_count}] was expected")
+            raise LayoutError(f"{_placed(tensor)}: {list(tensor.shape)} where [{moe.expert_count}] was expected")
         vectors.append(None if tensor is None else _read(source, tensor))
     return Router(_read(source, weight), *vectors)
 
@@ -365,5 +371,9 @@ def _stored(source: Source, moe: MoeLayer, names: tuple[str, ...]) -> TensorInfo
 
 def _read(source: Source, tensor: TensorInfo) -> Tensor:
     if tensor.dtype not in FLOAT_DTYPES:
-        raise LayoutError(f"{tensor.name}: a router stored as {tensor.dtype}; F32, BF16 or F16 was expected")
+        raise LayoutError(f"{_placed(tensor)}: a router stored as {tensor.dtype}; F32, BF16 or F16 was expected")
     return floats(tensor.dtype, read_tensor(source, tensor)).reshape(tensor.shape)
+
+
+def _placed(tensor: TensorInfo) -> str:
+    return f"{tensor.file}: {tensor.name}"

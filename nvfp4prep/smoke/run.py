@@ -5,21 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from nvfp4prep import quant_config as qc
 from nvfp4prep.checkpoint import Checkpoint, read_checkpoint
 from nvfp4prep.convert import Prepared, decide
 from nvfp4prep.errors import InputRefused, UsageFault
-from nvfp4prep.findings import Finding
+from nvfp4prep.findings import Finding, cut
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.layouts.logical import LayoutError
-from nvfp4prep.options import Options
+from nvfp4prep.manifest import MANIFEST
+from nvfp4prep.options import Options, W13Choice
+from nvfp4prep.scales import ImputePolicy, InputScalePolicy
 from nvfp4prep.schema import build_schema
-from nvfp4prep.smoke.check import Subject
+from nvfp4prep.smoke.check import Subject, unjudged
+from nvfp4prep.smoke.reference import kind_of
 from nvfp4prep.smoke.subject import Real, from_packed, from_prepared
-from nvfp4prep.source import Source, open_source, read_json
+from nvfp4prep.source import Source, open_source, read_json, refuse
 from nvfp4prep.targets import HF, Target, check_target, layout_of, present_capability, target_for
 from nvfp4prep.unpack import Packed, read_packed_output
+
+_ASKED = {
+    "input_scale": get_args(InputScalePolicy),
+    "w13_scale": get_args(W13Choice),
+    "impute": get_args(ImputePolicy),
+}
+"""Options of a run that a packed output's source is decided by again, as its manifest may have them."""
 
 
 class NotChecked(Exception):
@@ -72,13 +83,37 @@ def _packed(path: Path, options: Options | None, real: Real, source: str | None)
         raise UsageFault(f"{path} is packed as {packed.target.layout_id}; leave --target out")
     if source is None:
         return packed, real
-    return packed, replace(real, source=decide(read_checkpoint(source), _options_of(packed)))
+    checkpoint = read_checkpoint(source)
+    _check_source(checkpoint, packed)
+    return packed, replace(real, source=decide(checkpoint, _options_of(packed)))
+
+
+def _check_source(checkpoint: Checkpoint, packed: Packed) -> None:
+    """Refuse a source with other MoE layers than the packed ones, in number, sizes or kind."""
+    spec, target = checkpoint.source.spec, packed.target
+    theirs = {moe.path: moe for moe in target.layers(checkpoint.schema)}
+    ours = {moe.path: moe for moe in packed.layers}
+    for path in sorted(theirs.keys() ^ ours.keys()):
+        wanted = f"{target.module.REQUIRES.format.value} experts under {path}"
+        message = f"the source {spec} has no {wanted}" if path in ours else f"{path} of the source {spec} is not packed"
+        refuse("reference-layer", f"{message}; give the checkpoint that it was packed from")
+    for path, moe in ours.items():
+        found, wanted = kind_of(theirs[path]), kind_of(moe)
+        if found != wanted:
+            message = f"{path} of the source has {found}; what is packed has {wanted}; give what it was packed from"
+            refuse("reference-shape", message, file=spec)
 
 
 def _options_of(packed: Packed) -> Options:
-    """The options of the run that packed it, from its manifest."""
+    """The options of the run that packed it, from its manifest. Raises InputRefused for what convert can't be asked."""
     run = next((run for run in reversed(packed.manifest["runs"]) if isinstance(run, dict)), {})
     asked = run.get("options", {})
+    if not isinstance(asked, dict):
+        refuse("manifest-bad", "the options of its last run are no object; copy the whole output", file=MANIFEST)
+    for key, values in _ASKED.items():
+        if asked.get(key, values[0]) not in values:
+            message = f"{key} of its last run is {cut(repr(asked[key]))}, none of {', '.join(values)}"
+            refuse("manifest-bad", f"{message}; copy the whole output", file=MANIFEST)
     target = packed.target
     return Options(
         target.layout,
@@ -113,8 +148,16 @@ def subject_of_output(prepared: Prepared, root: Path) -> Subject:
     """The subject of a conversion whose shards are complete under `root`, without config or index yet.
 
     Raises:
-        NotChecked: there are no experts to check, or their routing is not known.
+        NotChecked: there are no experts to check, or what a layer's routing or inputs are is not known.
     """
+    subject = _subject_of_output(prepared, root)
+    reason = unjudged(subject)
+    if reason is not None:
+        raise NotChecked(reason)
+    return subject
+
+
+def _subject_of_output(prepared: Prepared, root: Path) -> Subject:
     checkpoint, pack = prepared.checkpoint, prepared.job.pack
     source = _written(prepared, root)
     try:

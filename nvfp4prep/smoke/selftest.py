@@ -36,6 +36,7 @@ from nvfp4prep.smoke.check import (
     Subject,
     choose_backend,
     chosen_layers,
+    comparable,
     expectations,
     judged,
     layer_problems,
@@ -342,7 +343,8 @@ def self_test(
     enough = -(-2 * logical.expert_count // subject.router_config.top_k)
     settings = replace(settings, tokens=(max(16, min(enough, _MOST_TOKENS)),))
     subject = replace(subject, router=lambda moe: None)  # random routing alone
-    expected = tuple(expectations(subject, settings, moe, (rank,), logical))
+    known = comparable(subject, moe, (rank,), logical)
+    expected = tuple(expectations(subject, settings, moe, (rank,), logical, known))
     bench = _Bench(subject, settings, moe, rank, layer, logical, expected, run)
     unbroken = [problem for row in bench.rows(layer) for problem in row.problems] + bench.problems(layer)
     if unbroken:

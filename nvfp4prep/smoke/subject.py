@@ -13,22 +13,23 @@ from torch import Tensor
 from nvfp4prep import packing
 from nvfp4prep.convert import Prepared
 from nvfp4prep.experts import Read, Slice, join_slices, load_expert, slice_expert
+from nvfp4prep.findings import cut
 from nvfp4prep.layouts.logical import Expert, LayerFacts, Scales
+from nvfp4prep.manifest import MANIFEST
 from nvfp4prep.packing import DTYPES, PackJob, projections
 from nvfp4prep.plan import Rank, key_of
 from nvfp4prep.scales import Resolution
-from nvfp4prep.schema import Format, MoeLayer
-from nvfp4prep.smoke.check import Reference, Subject
+from nvfp4prep.schema import FLOAT_DTYPES, Format, MoeLayer
+from nvfp4prep.smoke.check import BF16, Reference, Subject
 from nvfp4prep.smoke.layer import LogicalLayer, PackedLayer, Weights
-from nvfp4prep.smoke.reference import reference_weights, weights_of
+from nvfp4prep.smoke.reference import reference_norm, reference_weights, weights_of
 from nvfp4prep.smoke.routing import read_router, router_config
-from nvfp4prep.source import Source
+from nvfp4prep.source import Source, refuse
 from nvfp4prep.targets import Target, activation_of
 from nvfp4prep.unpack import Packed
 
 UNPACKED: Reference = "its own unpacked bytes: cannot see errors made before packing"
 SOURCE: Reference = "source, dequantised"
-BF16: Reference = "BF16 checkpoint"
 
 
 @dataclass(frozen=True)
@@ -90,17 +91,24 @@ def from_prepared(prepared: Prepared, real: Real) -> Subject:
     def pack(moe: MoeLayer, rank: Rank) -> PackedLayer:
         return pack_in_memory(moe, rank, job, prepared.resolution, _copied(read))
 
+    def norm(moe: MoeLayer) -> tuple[str, Tensor] | None:
+        fold = prepared.job.folds.get(moe.path)
+        return None if fold is None else (fold.norm.name, fold.folded.to(torch.float32))
+
+    known = _real_of(real if real.reference or real.source else replace(real, source=prepared), norm)
     return Subject(
         job.target,
         checkpoint.config,
         job.target.layers(checkpoint.schema),
         pack,
         lambda moe: _source_layer(moe, prepared, read),
-        *_real_of(real if real.reference or real.source else replace(real, source=prepared)),
+        known.weights,
+        known.label,
         router=lambda moe: read_router(checkpoint.source, moe),
         router_config=router_config(checkpoint.config),
         rescaled=_rescaled_by(real.source or prepared),
         folded=_folded_by(prepared),
+        norm_factors=known.norm_factors,
     )
 
 
@@ -137,11 +145,58 @@ def _source_layer(moe: MoeLayer, prepared: Prepared, read: Mapped) -> LogicalLay
     return LogicalLayer(moe.hidden, moe.intermediate, moe.expert_count, activation, expert, scales)
 
 
-def _real_of(real: Real) -> tuple[Callable[[MoeLayer], Callable[[int], Weights]], Reference]:
-    """Real weights by layer and expert, and what to call them."""
+@dataclass(frozen=True)
+class _Known:
+    """Real weights by layer and expert, what to call them, and `Subject.norm_factors`."""
+
+    weights: Callable[[MoeLayer], Callable[[int], Weights]]
+    label: Reference
+    norm_factors: Callable[[MoeLayer], Tensor | str | None] = lambda moe: None
+
+
+Norm = Callable[[MoeLayer], tuple[str, Tensor] | None]
+"""The norm, name and F32 [H], that a layer's factors were folded into; None for a layer whose norm is as it was."""
+
+
+def _of_reference(source: Source, config: Mapping[str, Any], norm: Norm) -> _Known:
+    """The weights of a BF16 checkpoint, for inputs from the norms that factors were folded into.
+
+    Such a norm gives x·f where the checkpoint's own gives x: f is the one over the other, and W·x = (W / f)·(x·f).
+    """
+
+    known: dict[str, Tensor | str | None] = {}
+
+    def factors(moe: MoeLayer) -> Tensor | str | None:
+        if moe.path not in known:
+            known[moe.path] = factors_of(moe)
+        return known[moe.path]
+
+    def factors_of(moe: MoeLayer) -> Tensor | str | None:
+        ours = norm(moe)
+        if ours is None:
+            return None
+        name, folded = ours
+        own = reference_norm(source, config, moe, name.removeprefix(moe.path.rpartition(".")[0] + "."))
+        if own is None:
+            return f"the reference has no {name}, which says what was folded into it"
+        factor = torch.where((own == 0) & (folded == 0), 1.0, folded / own)
+        if not bool((factor.isfinite() & (factor != 0)).all()):
+            return f"{name} is zero or not finite where the reference's is not, or the other way round"
+        return factor
+
+    def weights(moe: MoeLayer) -> Callable[[int], Weights]:
+        found, factor = reference_weights(source, config, moe), factors(moe)
+        if not isinstance(factor, Tensor):
+            return found
+        return lambda e: _with_columns(found(e), 1 / factor, torch.ones(moe.intermediate))
+
+    return _Known(weights, BF16, factors)
+
+
+def _real_of(real: Real, norm: Norm) -> _Known:
+    """The reference's weights where there is one, else the source's, dequantised."""
     if real.reference is not None and real.config is not None:
-        source, config = real.reference, real.config
-        return (lambda moe: reference_weights(source, config, moe)), BF16
+        return _of_reference(real.reference, real.config, norm)
     assert real.source is not None
     prepared = real.source
     read = Mapped(prepared.checkpoint.source)
@@ -164,7 +219,7 @@ def _real_of(real: Real) -> tuple[Callable[[MoeLayer], Callable[[int], Weights]]
 
         return weights
 
-    return of_layer, SOURCE
+    return _Known(of_layer, SOURCE)
 
 
 def _with_columns(weights: Weights, w13: Tensor, w2: Tensor) -> Weights:
@@ -224,24 +279,29 @@ def from_packed(packed: Packed, real: Real) -> Subject:
             return _source_layer(layers[moe.path], prepared, mapped)
     else:
         logical = own
+    folded, rescaled = _folded(packed, real.source), _rescaled_by(real.source)
     if real.reference is not None or real.source is not None:
-        weights, label = _real_of(real)
+        known = _real_of(real, lambda moe: _folded_norm(moe, packed, real.source, read))
     else:
-        weights, label = _dequantised(own), UNPACKED
+        known = _Known(_dequantised(own), UNPACKED)
+    if real.source is None and real.reference is not None:
+        rows = _of_last_run(packed, "block_scales_folded")
+        rescaled = lambda moe: moe.path in rows  # noqa: E731
     return Subject(
         target,
         packed.config,
         packed.layers,
         pack,
         logical,
-        weights,
-        label,
+        known.weights,
+        known.label,
         router=lambda moe: read_router(source, moe),
         router_config=router_config(packed.config),
         parameters=_parameters_of(packed, real.source, read),
         independent=real.source is not None,
-        rescaled=_rescaled_by(real.source),
-        folded=_folded(packed, real.source),
+        rescaled=rescaled,
+        folded=folded,
+        norm_factors=known.norm_factors,
     )
 
 
@@ -249,10 +309,38 @@ def _folded(packed: Packed, prepared: Prepared | None) -> frozenset[str]:
     """Layers whose pre_quant_scale was folded away: by the conversion at hand, or by the manifest."""
     if prepared is not None:
         return _folded_by(prepared)
+    return frozenset(path for key in ("folded", "block_scales_folded") for path in _of_last_run(packed, key))
+
+
+def _of_last_run(packed: Packed, key: str) -> Mapping[str, Any]:
+    """A table by MoE path of the manifest's last run, empty when there is none."""
     runs = packed.manifest.get("runs")
-    last = runs[-1] if isinstance(runs, list) and runs else {}
-    entries = [last.get(key) for key in ("folded", "block_scales_folded")] if isinstance(last, dict) else []
-    return frozenset(path for entry in entries if isinstance(entry, dict) for path in entry)
+    last = runs[-1] if isinstance(runs, list) and runs else None
+    entry = last.get(key) if isinstance(last, dict) else None
+    return entry if isinstance(entry, dict) else {}
+
+
+def _folded_norm(moe: MoeLayer, packed: Packed, prepared: Prepared | None, read: Mapped) -> tuple[str, Tensor] | None:
+    """The stored norm that gate's and up's factors went into, by the conversion at hand or the manifest.
+
+    Raises:
+        InputRefused: the manifest names none that there is.
+    """
+    if prepared is not None:
+        fold = prepared.job.folds.get(moe.path)
+        name: Any = None if fold is None else fold.norm.name
+    else:
+        entry = _of_last_run(packed, "folded").get(moe.path)
+        name = entry.get("norm") if isinstance(entry, dict) else entry
+    if name is None:
+        return None
+    info = packed.source.tensors.get(key_of(packed.target.common, str(name)))
+    if info is None or info.dtype not in FLOAT_DTYPES or info.shape != (moe.hidden,):
+        message = (
+            f"factors of {moe.path} went into {cut(str(name))}, it says; there is no such norm of {moe.hidden} values"
+        )
+        refuse("manifest-bad", f"{message}; copy the whole output", file=MANIFEST)
+    return info.name, read(key_of(packed.target.common, info.name)).to(torch.float32)
 
 
 def _parameters_of(
@@ -318,7 +406,11 @@ def stored_layer(
 def _stored_scalars(moe: MoeLayer, rank: Rank, target: Target, source: Source, read: Mapped) -> dict[str, Tensor]:
     """Everything stored under `nvfp4prep.` for a layer and rank, without prefix."""
     prefix = key_of(target.folder(rank), target.own_prefix(moe))
-    return {key[len(prefix) :]: read(key) for key in source.tensors if key.startswith(prefix)}
+    return {
+        key[len(prefix) :]: read(key)
+        for key, info in source.tensors.items()
+        if key.startswith(prefix) and info.dtype in DTYPES
+    }
 
 
 def _stored_scales(moe: MoeLayer, experts: int, scalars: Mapping[str, Tensor]) -> Scales:

@@ -26,7 +26,8 @@ def report(found: Report) -> RenderableType:
 
 def _lines(found: Report) -> Iterator[RenderableType]:
     ran = f"{found.backend} ({', '.join(f'{name} {version}' for name, version in found.versions.items())})"
-    yield plain(f"smoke check of {found.target} on {ran}; reference: {found.reference}", style="bold")
+    against = f"reference: {found.reference}" if found.compared else "not compared with real weights"
+    yield plain(f"smoke check of {found.target} on {ran}; {against}", style="bold")
     if not found.kernel_ran:
         yield plain(f"kernel not run: {found.why_not}", style="yellow")
     table = Table(box=None, header_style="bold", padding=(0, 1))
@@ -46,7 +47,12 @@ def _lines(found: Report) -> Iterator[RenderableType]:
         table.add_column(column, no_wrap=True)
     for row in found.rows:
         table.add_row(*_cells(row))
+    for layer in found.not_compared:
+        cells = ["" if layer.layer is None else str(layer.layer), "", "", "", "reference", *[""] * 5, "not compared"]
+        table.add_row(*(plain(cell, style="yellow") for cell in cells))
     yield table
+    for layer in found.not_compared:
+        yield plain(f"  {layer.path}: not compared with real weights: {layer.why}", style="yellow")
     for problem in found.byte_problems[:_SHOWN_PROBLEMS]:
         yield plain(f"  {problem}", style="red")
     if len(found.byte_problems) > _SHOWN_PROBLEMS:
@@ -60,6 +66,8 @@ def _lines(found: Report) -> Iterator[RenderableType]:
     what = "the packed bytes compute what the checkpoint means"
     if found.backend == EMULATOR:
         what += ", by the emulator; no GPU kernel was run"
+    if found.not_compared:
+        what += f"; {len(found.not_compared)} of {len(found.layers)} layers not compared with real weights"
     yield plain(f"passed: {what}" if found.passed else "FAILED", style="green" if found.passed else "bold red")
     yield Text("A smoke check is no substitute for an evaluation.", style="dim")
 
@@ -99,7 +107,8 @@ def to_json(found: Report) -> dict[str, Any]:
         "kernel_ran": found.kernel_ran,
         "kernel_not_run_because": found.why_not,
         "versions": dict(found.versions),
-        "reference": found.reference,
+        "reference": found.reference if found.compared else None,
+        "not_compared": [asdict(layer) for layer in found.not_compared],
         "byte_problems": list(found.byte_problems),
         "rows": rows,
         "notes": list(found.notes),
