@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from nvfp4prep.convert import Prepared, Result
     from nvfp4prep.findings import Finding
+    from nvfp4prep.schema import Schema
     from nvfp4prep.sharing import Share
     from nvfp4prep.validation import Report
 
@@ -365,9 +366,7 @@ def convert(
         from nvfp4prep.options import Options
 
         threads = workers or conversion.default_workers()
-        names = _resolve_targets(targets, gpu)
-        if "auto" not in targets:
-            _check_used(names)
+        _check_used(targets, gpu)
         try:
             writer.check_destination(out, Path(src).expanduser(), overwrite=overwrite)
         except UsageFault as fault:
@@ -380,6 +379,7 @@ def convert(
         workspace = None if dry_run else writer.destination(out).parent
         checkpoint = read_checkpoint(src) if whole else peek_checkpoint(src, workspace)
         pinned = f"{checkpoint.source.spec}@{checkpoint.source.revision}" if checkpoint.source.revision else src
+        names = _resolve_targets(targets, gpu, checkpoint.schema)
         prepared = []
         for number, name in enumerate(names):
             mine = {key: value for key, value in choices.items() if name in _LAYOUTS or key not in _OF_PACKED}
@@ -557,31 +557,32 @@ def push(out: Path, repo: str, private: bool, as_json: bool, quiet: bool) -> Non
             _print_json({"out": str(out), "pushed": pushed})
 
 
-def _check_used(names: Sequence[str]) -> None:
-    """Refuse options of packed targets where none is asked for."""
-    if any(name in _LAYOUTS for name in names):
+def _check_used(targets: Sequence[str], gpu: str | None) -> None:
+    """Refuse options that are for targets that nobody asks for."""
+    if gpu is not None and "auto" not in targets:
+        raise click.UsageError("--gpu is for --target auto")
+    if any(name in _LAYOUTS or name == "auto" for name in targets):
         return
     context = click.get_current_context()
     for name in _OF_PACKED:
         if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
             option = "--" + name.replace("_", "-")
             raise click.UsageError(
-                f"{option} is for packed targets, such as {_LAYOUTS[0]}; asked for: {', '.join(names)}"
+                f"{option} is for packed targets, such as {_LAYOUTS[0]}; asked for: {', '.join(targets) or 'hf'}"
             )
 
 
-def _resolve_targets(targets: tuple[str, ...], gpu: str | None) -> list[str]:
-    """The targets asked for, without repeats, `auto` resolved."""
-    if gpu is not None and "auto" not in targets:
-        raise click.UsageError("--gpu is for --target auto")
+def _resolve_targets(targets: tuple[str, ...], gpu: str | None, schema: Schema | None) -> list[str]:
+    """The targets asked for, without repeats, `auto` resolved for what `schema` holds."""
     names = []
     for name in targets or ("hf",):
-        if name == "auto":
+        if name == "auto" and schema is not None:
             from nvfp4prep.targets import GPU_CAPABILITIES, present_capability, target_for
 
             capability = present_capability() if gpu is None else GPU_CAPABILITIES[gpu]
-            name = target_for(capability)
-            _tell(f"--target auto: {name} ({capability or 'no GPU here'})")
+            name = target_for(capability, schema)
+            why = "int4 experts" if name == "compressed-tensors" else capability or "no GPU here"
+            _tell(f"--target auto: {name} ({why})")
         names.append(name)
     return list(dict.fromkeys(names))
 
@@ -767,6 +768,7 @@ def validate(
     """
     with _stops(form == "json" and output is None):
         from nvfp4prep import validation
+        from nvfp4prep.checkpoint import peek_checkpoint
         from nvfp4prep.convert import default_workers
         from nvfp4prep.options import Options
         from nvfp4prep.rules import BY_NAME
@@ -774,7 +776,14 @@ def validate(
         _spare_source(output, src)
         known = validation.fingerprints(baseline) if baseline is not None else frozenset()
         chosen = frozenset[str]().union(*select) if select else frozenset(BY_NAME)
-        names = _resolve_targets(targets, gpu)
+        _check_used(targets, gpu)
+        schema = None
+        if "auto" in targets:
+            try:
+                schema = peek_checkpoint(src).schema
+            except InputRefused:  # for `validate` to tell
+                targets = ("hf",)
+        names = _resolve_targets(targets, gpu, schema)
         asked = [
             Options(name, impute=impute, engine=engine, tp=tp, ep=ep, pre_quant_scale=pre_quant_scale) for name in names
         ]

@@ -21,6 +21,7 @@ from nvfp4prep.layouts.logical import (
     Requires,
     plan_geometry,
 )
+from nvfp4prep.options import COMPRESSED
 from nvfp4prep.plan import Rank
 from nvfp4prep.scales import F32_MIN_NORMAL, InputScalePolicy, W13ScalePolicy
 from nvfp4prep.schema import FLOAT_DTYPES, SCALAR_PARAMS, Format, MoeLayer, Schema
@@ -199,8 +200,13 @@ def engine_of(layout: str, asked: Engine | None) -> Engine:
     return asked if asked is not None else next(iter(LAYOUTS[layout].REQUIRES.engines))
 
 
-def target_for(capability: str | None) -> str:
-    """`--target auto`: the target for a GPU's compute capability (sm100), or hf without a GPU."""
+def target_for(capability: str | None, schema: Schema) -> str:
+    """`--target auto`: the target for a GPU's compute capability (sm100), or hf without a GPU.
+
+    For int4 experts the one that engines load, whatever the GPU.
+    """
+    if not schema.nvfp4_layers and schema.layers_of(Format.INT4):
+        return COMPRESSED
     if capability is None:
         return HF
     if capability in ("sm100", "sm103"):

@@ -424,6 +424,17 @@ def test_auto_without_gpu_option(
     assert done.code == 0 and done.json["manifest"]["target"] == target
 
 
+@pytest.mark.parametrize("gpu", [(), ("--gpu", "b200"), ("--gpu", "h200")])
+def test_auto_of_int4_is_what_engines_load(gpu: tuple[str, ...], checkpoint: LIST, tmp_path: Path) -> None:
+    options = ("--target", "auto", *gpu, "--pre-quant-scale", "fold")
+    done = run("convert", checkpoint("qwen3moe-int4awq"), tmp_path / "out", *options, "--json")
+    assert done.code == 0 and done.json["manifest"]["target"] == "compressed-tensors"
+    assert "--target auto: compressed-tensors (int4 experts)" in done.stderr
+    told = run("validate", checkpoint("qwen3moe-int4awq"), *options, "--format", "json")
+    assert told.code == 0 and told.json["targets"] == ["compressed-tensors"]
+    assert run("validate", tmp_path, "--target", "auto").code == 3
+
+
 def test_gpu_is_for_auto(checkpoint: LIST, tmp_path: Path) -> None:
     done = run("convert", checkpoint("qwen3moe-nvfp4-i96"), tmp_path / "out", "--target", "hf", "--gpu", "b200")
     assert done.code == 2 and "--gpu is for --target auto" in done.stderr

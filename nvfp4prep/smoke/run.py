@@ -13,6 +13,7 @@ from nvfp4prep.convert import Prepared, decide
 from nvfp4prep.errors import InputRefused, UsageFault
 from nvfp4prep.findings import Finding, cut
 from nvfp4prep.header import TensorInfo
+from nvfp4prep.layouts import LAYOUTS
 from nvfp4prep.layouts.logical import LayoutError
 from nvfp4prep.manifest import MANIFEST
 from nvfp4prep.options import Options, W13Choice
@@ -130,8 +131,9 @@ def _options_of(packed: Packed) -> Options:
 
 def default_target(checkpoint: Checkpoint) -> str:
     """As `--target auto`, but flashinfer-trtllm without a GPU; vllm-marlin where that does not fit; else hf."""
-    wanted = target_for(present_capability())
-    for name in dict.fromkeys((wanted if wanted != HF else "flashinfer-trtllm", "flashinfer-trtllm", "vllm-marlin")):
+    wanted = target_for(present_capability(), checkpoint.schema)
+    others = ("flashinfer-trtllm", "vllm-marlin")
+    for name in dict.fromkeys((wanted, *others) if wanted in LAYOUTS else others):
         layout = layout_of(name, checkpoint.schema)
         target = Target(layout)
         if not check_target(
