@@ -125,13 +125,13 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
             source.tensors, source.metadata, schema, policy, asked.weight_only, shard_bytes, folder, number
         )
     else:
-        from nvfp4prep import packing
+        from nvfp4prep import layer_facts, packing
         from nvfp4prep.layouts.logical import LayoutError
 
         job, folds = packing.pack_job(checkpoint, asked.target, folder, options.pre_quant_scale == "fold")
         instead = packing.divided(folds, key_of(folder, asked.target.common), number)
         try:
-            job = packing.with_facts(job, source, schema, resolution, workers)
+            job = layer_facts.with_facts(job, source, schema, resolution, workers)
             plan = packing.make_packed_plan(
                 source.tensors,
                 source.metadata,

@@ -236,11 +236,11 @@ def _of_values(checkpoint: Checkpoint, options: Options, asked: Ask, job: Job, w
         return rehearse(source, plan, [job], workers, (Compress, Dequantize, Divide))
     if job.pack is None:
         return []
-    from nvfp4prep import packing
+    from nvfp4prep import layer_facts, packing
     from nvfp4prep.layouts.logical import LayoutError
 
     try:
-        packed = packing.with_facts(job.pack, source, schema, resolution, workers)
+        packed = layer_facts.with_facts(job.pack, source, schema, resolution, workers)
     except LayoutError as error:
         return [Finding("target-refused", "error", f"{job.pack.target.layout}: {error}")]
     except InputRefused as refused:
@@ -259,7 +259,7 @@ def _of_values(checkpoint: Checkpoint, options: Options, asked: Ask, job: Job, w
         0,
     )
     return [
-        *packing.group_scale_findings(source, schema, packed, resolution, workers),
+        *layer_facts.group_scale_findings(source, schema, packed, resolution, workers),
         *rehearse(source, plan, [job], workers, (Divide,)),
     ]
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nvfp4prep import packing
+from nvfp4prep import layer_facts, packing
 from nvfp4prep.errors import EnvironmentFault, InputRefused, UsageFault
 from nvfp4prep.experts import Slice, slice_expert
 from nvfp4prep.findings import Finding
@@ -352,7 +352,7 @@ def _facts(moe: MoeLayer, rank: Rank, packed: PackedLayer, logical: LogicalLayer
     w13 = w2 = 0
     for expert in packed.experts:
         part = slice_expert(logical.expert(expert), target.share(moe, rank.tp), rank.tp == 0)
-        own = packing.largest_codes(part)
+        own = layer_facts.largest_codes(part)
         w13, w2 = max(w13, own[0]), max(w2, own[1])
     return vllm_marlin.with_factors(plain, w13, w2)
 
