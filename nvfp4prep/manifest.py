@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "nvfp4prep.json"
 FORMAT_VERSION = 1
+NO_OUTPUTS = "its outputs are no table of files with bytes and digest"
 
 
 def fingerprint(source: Source, small_files: Mapping[str, bytes]) -> str:
@@ -54,6 +55,17 @@ def read_manifest(root: Path) -> tuple[dict[str, Any] | None, list[Finding]]:
             Finding("manifest-bad", "warning", "not a manifest that this version understands; ignored", MANIFEST)
         ]
     return manifest, []
+
+
+def listed_outputs(manifest: Mapping[str, Any]) -> Mapping[str, tuple[int, str]] | None:
+    """Size and digest of each file that a manifest lists; None where it has no such table, as convert writes one."""
+    outputs = manifest.get("outputs")
+    if not isinstance(outputs, dict) or not all(
+        isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("digest"), str)
+        for entry in outputs.values()
+    ):
+        return None
+    return {file: (entry["bytes"], entry["digest"]) for file, entry in outputs.items()}
 
 
 def geometry(schema: Schema, config: Mapping[str, Any]) -> dict[str, Any]:

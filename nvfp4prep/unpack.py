@@ -16,11 +16,12 @@ from nvfp4prep.dialects import DIALECTS
 from nvfp4prep.digests import differing_files, read_header
 from nvfp4prep.errors import CheckFailed, EnvironmentFault, InputRefused
 from nvfp4prep.execute import Job, execute, shard_digests
-from nvfp4prep.findings import Finding
+from nvfp4prep.findings import Finding, cut, errors
 from nvfp4prep.folding import factors_fit
 from nvfp4prep.header import DTYPE_BITS, MAX_TENSORS, HeaderError, TensorInfo, parse_header, tensor_bytes
 from nvfp4prep.journal import plan_id
 from nvfp4prep.layouts.logical import LayerFacts, Scales
+from nvfp4prep.model_config import is_tied
 from nvfp4prep.numerics import raw_bytes
 from nvfp4prep.packing import (
     DTYPES,
@@ -49,11 +50,15 @@ from nvfp4prep.plan import (
     place,
 )
 from nvfp4prep.scales import Resolution
-from nvfp4prep.schema import SCALAR_PARAMS, Linear, MoeLayer, Schema, build_schema
+from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema, build_schema
 from nvfp4prep.source import INDEX, Source, read_json, read_packed, refuse
 from nvfp4prep.targets import IDENTITY, OWN, Target, activation_of, expert_problem
 from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space
 
+_OF_TENSORS = frozenset(
+    {"quant_method", "quant_algo", "group_size", "config_groups", "quantized_layers", "ignore", "exclude_modules"}
+)
+"""Keys of a quantisation config that follow from what is stored."""
 _MAX_RANKS = 1024
 _MAX_EXPERTS = 1 << 16
 """More than any model or cluster has: a damaged manifest must not make loops of a number."""
@@ -134,6 +139,7 @@ def read_packed_output(path: Path) -> Packed:
         _refuse_manifest(f"its packed and logical entries don't belong together ({error})")
     packed = Packed(source, config, manifest, target, schema.moe_layers, experts)
     _check_tensors(packed)
+    _check_configs(packed, shells)
     _check_files(packed)
     return packed
 
@@ -215,6 +221,8 @@ def _check_layers(manifest: Mapping[str, Any], target: Target, schema: Schema) -
             raise ValueError(f"{moe.path}: {problem}")
         for linear in (*moe.w13, *moe.w2):
             _require(factors_fit(linear), f"{moe.path} pre_quant_scale")
+            scale = linear.params["weight_scale"].dtype
+            _require(moe.format is not Format.INT4 or scale == "F32", f"{moe.path} weight_scale in {scale}, not F32")
             for param in SCALAR_PARAMS:
                 info = linear.params.get(param)
                 shapes: tuple[tuple[int, ...], ...] = ((),)
@@ -224,6 +232,51 @@ def _check_layers(manifest: Mapping[str, Any], target: Target, schema: Schema) -
     entry, expected = manifest["packed"], manifest_entry(PackJob(target, "", {}, {}, {}), schema)
     for key in ("layout", "engine", "tp", "ep", "activation_dtype", "layers"):
         _require(entry[key] == expected[key], f"packed.{key}")
+
+
+def _check_configs(packed: Packed, shells: Mapping[str, TensorInfo]) -> None:
+    """The logical configs are those that convert writes for the logical checkpoint's tensors: unpack writes them.
+
+    Args:
+        packed: with tensors that fit the manifest.
+        shells: the experts' own tensors.
+    """
+    logical = packed.manifest["logical"]
+    config = qc.rewritten_config(packed.config, logical["quantization_config"])
+    schema = build_schema({**{tensor.name: tensor for tensor in _common(packed).values()}, **shells}, config)
+    quant, findings = qc.read_quant_config(config, logical["hf_quant_config"])
+    wrong = errors([*findings, *(() if quant is None else qc.check_config(schema, quant))])
+    if wrong or quant is None:
+        _refuse_manifest(f"its logical configs can't be those of these tensors: {wrong[0].message}")
+    written = qc.rewrite(schema, quant, qc.rewrite_exclude(schema, quant.exclude, is_tied(config)))
+    for name, stored, made in (
+        ("quantization_config", logical["quantization_config"], qc.quantization_config(written)),
+        (
+            "hf_quant_config",
+            logical["hf_quant_config"].get("quantization"),
+            qc.hf_quant_config(written)["quantization"],
+        ),
+    ):
+        for key in sorted(_OF_TENSORS):
+            found = stored.get(key) if isinstance(stored, Mapping) else None
+            if found != made.get(key):
+                found, expected = cut(repr(found)), cut(repr(made.get(key)))
+                _refuse_manifest(f"{key} of its logical {name} is {found}; for these tensors convert writes {expected}")
+
+
+def _common(packed: Packed) -> dict[str, TensorInfo]:
+    """The tensors that are not of packed experts, by key."""
+    target = packed.target
+    ours: set[str] = set()
+    for moe in packed.layers if target.flat else ():
+        ours |= packed_names(moe, target, packed.config)
+        prefix = target.own_prefix(moe)
+        ours |= {name for name in packed.source.tensors if name.startswith(prefix)}
+    return {
+        key: tensor
+        for key, tensor in packed.source.tensors.items()
+        if key == key_of(target.common, tensor.name) and key not in ours
+    }
 
 
 def _check_tensors(packed: Packed) -> None:
@@ -328,15 +381,12 @@ def _check_files(packed: Packed) -> None:
         raise InputRefused(findings)
 
 
-def _outputs(manifest: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
+def _outputs(manifest: Mapping[str, Any]) -> Mapping[str, tuple[int, str]]:
     """Size and digest of each file by the manifest."""
-    outputs = manifest.get("outputs")
-    if not isinstance(outputs, dict) or not all(
-        isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("digest"), str)
-        for entry in outputs.values()
-    ):
-        _refuse_manifest("its outputs are no table of files with bytes and digest")
-    return {file: (entry["bytes"], entry["digest"]) for file, entry in outputs.items()}
+    outputs = manifests.listed_outputs(manifest)
+    if outputs is None:
+        _refuse_manifest(manifests.NO_OUTPUTS)
+    return outputs
 
 
 def _identity(path: Path, size: int) -> str | None:
@@ -449,17 +499,7 @@ def write(
 
 
 def _plan(packed: Packed, metadata: Mapping[str, str], max_shard_bytes: int) -> Plan:
-    target = packed.target
-    ours: set[str] = set()
-    for moe in packed.layers if target.flat else ():
-        ours |= packed_names(moe, target, packed.config)
-        prefix = target.own_prefix(moe)
-        ours |= {name for name in packed.source.tensors if name.startswith(prefix)}
-    common = {
-        key: tensor
-        for key, tensor in packed.source.tensors.items()
-        if key == key_of(target.common, tensor.name) and key not in ours
-    }
+    common = _common(packed)
     specs: dict[str, Spec] = {tensor.name: (tensor.dtype, tensor.shape) for tensor in common.values()}
     specs |= packed.experts
     steps: list[tuple[str, Step]] = [step for tensor in common.values() for step in copies(tensor, tensor.name, "")]
@@ -487,12 +527,15 @@ def _factor_steps(packed: Packed, moe: MoeLayer) -> Iterator[tuple[str, Step]]:
         return
     w13, w2 = stored("w13", Rank(0, 0)), torch.cat([stored("w2", Rank(tp, 0)) for tp in range(target.tp)])
     for linears, factors in ((moe.w13, w13), (moe.w2, w2)):
-        in_dtype: dict[str, bytes] = {}  # one copy for all experts
+        in_dtype: dict[str, bytes] = {}  # one copy for all experts; they were widened from that dtype
         for linear in linears:
             info = linear.params.get("pre_quant_scale")
             if info is not None:
                 if info.dtype not in in_dtype:
-                    in_dtype[info.dtype] = bytes(raw_bytes(factors.to(DTYPES[info.dtype])))
+                    narrow = factors.to(DTYPES[info.dtype])
+                    if not torch.equal(narrow.to(torch.float32), factors):
+                        _refuse_manifest(f"{info.name} is no {info.dtype}, which what is stored of it does not fit")
+                    in_dtype[info.dtype] = bytes(raw_bytes(narrow))
                 yield info.name, Constant(info.name, in_dtype[info.dtype])
 
 

@@ -303,18 +303,13 @@ def _packed_findings(root: Path, level: Level, workers: int) -> tuple[list[Findi
 
 
 def _changed_bytes(source: Source, manifest: Mapping[str, Any] | None, workers: int) -> list[Finding]:
-    """NVP808 for an output with its manifest."""
-    outputs = (manifest or {}).get("outputs")
-    if not isinstance(outputs, dict):
+    """NVP808 for an output with its manifest; what the manifest does not list is found by `files.changed_shards`."""
+    outputs = None if manifest is None else manifests.listed_outputs(manifest)
+    if outputs is None:
         return []
     from nvfp4prep.digests import differing_files
 
-    listed: dict[str, Any] = {file: entry for file, entry in outputs.items() if isinstance(entry, dict)}
-    digests = {
-        file: entry["digest"]
-        for file, entry in listed.items()
-        if isinstance(entry.get("digest"), str) and entry.get("bytes") == source.shards.get(file)
-    }
+    digests = {file: digest for file, (size, digest) in outputs.items() if size == source.shards.get(file)}
     return [_digest_differs(file) for file in differing_files(source, digests, workers)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.findings import Finding
-from nvfp4prep.manifest import MANIFEST
+from nvfp4prep.manifest import MANIFEST, NO_OUTPUTS, listed_outputs
 from nvfp4prep.source import INDEX, Source, read_json
 
 _UNFINISHED = re.compile(r"\.(incomplete|part|partial|tmp|aria2|crdownload|lock)$", re.IGNORECASE)
@@ -46,14 +46,17 @@ def changed_output(checkpoint: Checkpoint) -> Iterable[Finding]:
 
 
 def changed_shards(source: Source, manifest: Mapping[str, Any] | None) -> Iterable[Finding]:
-    """As `changed_output`, of a source and its manifest."""
-    outputs = (manifest or {}).get("outputs")
-    if not isinstance(outputs, dict):
+    """As `changed_output`, of a source and its manifest; NVP801 for a manifest that lists no files."""
+    if manifest is None:
+        return
+    outputs = listed_outputs(manifest)
+    if outputs is None:
+        message = f"{NO_OUTPUTS}; copy the output again, or remove {MANIFEST} if it was changed on purpose"
+        yield Finding("manifest-bad", "error", message, MANIFEST)
         return
     shards = source.shards
     for file in sorted(outputs.keys() | shards.keys()):
-        entry = outputs.get(file)
-        listed = entry.get("bytes") if isinstance(entry, dict) else None
+        listed = outputs[file][0] if file in outputs else None
         if listed == shards.get(file):
             continue
         if file not in shards:
