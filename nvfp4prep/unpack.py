@@ -31,6 +31,7 @@ from nvfp4prep.packing import (
     packed_names,
     projections,
     read_whole,
+    stacked_names,
     stacked_specs,
 )
 from nvfp4prep.plan import (
@@ -454,6 +455,7 @@ def prepare(path: Path, out: Path, *, overwrite: bool) -> Prepared:
     check_destination(out, path, overwrite=overwrite)
     packed = read_packed_output(path)
     source, logical = packed.source, packed.manifest["logical"]
+    _check_biases(packed)
     plan = _plan(packed, logical["metadata"], logical["max_shard_bytes"])
     check_space(out, plan.nbytes + source.side_bytes())
     return Prepared(packed, plan)
@@ -513,6 +515,28 @@ def _plan(packed: Packed, metadata: Mapping[str, str], max_shard_bytes: int) -> 
     fused = [linear for moe in packed.layers for linear in (moe.gate_up, moe.down) if linear is not None]
     stacked = {info.name for linear in fused for param, info in linear.params.items() if param not in SCALAR_PARAMS}
     return Plan(shards, outputs_of(shards, ""), gather(steps), (), frozenset(stacked))
+
+
+def _check_biases(packed: Packed) -> None:
+    """Biases that are stored as they were, widened to F32, fit the dtype that the manifest says they had.
+
+    Raises:
+        InputRefused: one does not.
+        EnvironmentFault: I/O.
+    """
+    target = packed.target
+    if target.module.REQUIRES.alphas == 2:  # divided by them, or beside that in F32 as they were
+        return
+    for moe in packed.layers:
+        for tensor, name in stacked_names(moe, target).items():
+            linear = _linear(moe, "down" if "2" in tensor else "up")
+            if "bias" not in tensor or "bias" not in linear.params:
+                continue
+            info = linear.params["bias"]
+            for rank in target.ranks():
+                stored = read_whole(packed.source, key_of(target.folder(rank), name)).to(torch.float32)
+                if not torch.equal(stored.to(DTYPES[info.dtype]).to(torch.float32), stored):
+                    _refuse_manifest(f"{info.name} is no {info.dtype}, which what is stored of it does not fit")
 
 
 def _factor_steps(packed: Packed, moe: MoeLayer) -> Iterator[tuple[str, Step]]:

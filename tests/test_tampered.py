@@ -187,6 +187,27 @@ def _with_factors(moe: dict[str, Any]) -> list[dict[str, Any]]:
     return [params for params in moe["projections"].values() if "pre_quant_scale" in params]
 
 
+@pytest.mark.parametrize("target", ["vllm-marlin", "flashinfer-cutlass"])
+@pytest.mark.parametrize("linear", ["gate_up", "down"])
+def test_biases_in_a_dtype_that_would_round_them(target: str, linear: str, checkpoint: Fetch, tmp_path: Path) -> None:
+    """BF16 values that F16 has no room for."""
+
+    def tiny(ck: Editable) -> None:
+        for name in ck.names(r".*\.experts\..*_bias"):
+            ck.tensors[name] = ck.tensors[name] * 1e-7
+
+    source, out = damaged(checkpoint("gptoss-nvfp4"), tmp_path / "source", tiny), tmp_path / "out"
+    assert run("convert", source, out, "--target", target, "--no-smoke", "-q").code == 0
+    assert run("unpack", out, tmp_path / "hf").code == 0
+    manifest = manifest_of(out)
+    for moe in manifest["logical"]["moe"]:
+        moe["projections"][linear]["bias"][0] = "F16"
+    (out / "nvfp4prep.json").write_text(json.dumps(manifest))
+    done = run("unpack", out, tmp_path / "again", "--json")
+    assert done.code == 3, done.stderr
+    assert {finding["rule"] for finding in done.findings} == {"manifest-bad"}
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "int4", "w4a8", "mixed"])
 def test_what_is_as_it_was_is_unpacked(name: str, made: Made, tmp_path: Path) -> None:
     assert run("unpack", made(name), tmp_path / "hf", "-q").code == 0
