@@ -99,7 +99,7 @@ def validate(
     if root.is_dir() and (own := _own_method(root)) is not None:
         look = _packed_findings if own == "nvfp4prep" else _compressed_findings
         findings, stopped = look(root, level, workers)
-        return Report(spec, None, level, labels, _sorted(findings), (), () if stopped else judged, stopped)
+        return Report(spec, None, level, (), _sorted(findings), (), () if stopped else judged, stopped)
     try:
         checkpoint = read_checkpoint(spec) if level == "full" else peek_checkpoint(spec)
     except InputRefused as refused:

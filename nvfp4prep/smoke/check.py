@@ -42,7 +42,9 @@ from nvfp4prep.targets import Target
 
 EMULATOR = "emulator"
 Reference = Literal[
-    "BF16 checkpoint", "source, dequantised", "its own unpacked bytes: cannot see errors made before packing"
+    "BF16 checkpoint",
+    "source, dequantised",
+    "its own unpacked bytes: neither errors before packing nor changes since are seen",
 ]
 BF16: Reference = "BF16 checkpoint"
 

@@ -28,7 +28,7 @@ from nvfp4prep.source import Source, refuse
 from nvfp4prep.targets import Target, activation_of
 from nvfp4prep.unpack import Packed
 
-UNPACKED: Reference = "its own unpacked bytes: cannot see errors made before packing"
+UNPACKED: Reference = "its own unpacked bytes: neither errors before packing nor changes since are seen"
 SOURCE: Reference = "source, dequantised"
 
 
