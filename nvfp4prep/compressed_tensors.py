@@ -409,7 +409,7 @@ def _dequantize(context: Context, step: Dequantize) -> None:
         values = dequantize_int4(weight, _floats(context, scale), 0)
     else:
         blocks = _bytes(context, scale).view(torch.float8_e4m3fn)
-        values = dequantize_nvfp4(weight, blocks, torch.tensor(step.global_scale))
+        values = dequantize_nvfp4(weight, blocks, torch.tensor(step.global_scale, dtype=torch.float32))
     if "pre_quant_scale" in linear.params:
         values = values * _floats(context, linear.params["pre_quant_scale"])
     if step.fold is not None:

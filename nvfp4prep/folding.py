@@ -123,7 +123,7 @@ def _place(checkpoint: Checkpoint, moe: MoeLayer, fold: bool) -> Factors | Findi
         message = f"{_differ(differing, moe.w2, 'down')}; --pre-quant-scale fold moves them into up's scales"
         return _not_one(moe, message, differing)
     problem = _immovable(checkpoint, moe, activation_kind(checkpoint))
-    return problem or Factors(first, torch.ones(moe.intermediate), True)
+    return problem or Factors(first, torch.ones(moe.intermediate, dtype=torch.float32), True)
 
 
 def _unusable(checkpoint: Checkpoint, moe: MoeLayer) -> Finding | None:
@@ -149,7 +149,7 @@ def _shared_factors(checkpoint: Checkpoint, linears: Sequence[Linear], size: int
     """The first pre_quant_scale (ones where no linear has one), F32, and the linears that have another."""
     tensors = (linear.params["pre_quant_scale"] for linear in linears if "pre_quant_scale" in linear.params)
     tensor = next(tensors, None)
-    first = torch.ones(size) if tensor is None else read_floats(checkpoint, tensor)
+    first = torch.ones(size, dtype=torch.float32) if tensor is None else read_floats(checkpoint, tensor)
     return first, _other_factors(checkpoint, linears, first)
 
 

@@ -187,7 +187,7 @@ def rank_scales(moe: MoeLayer, experts: range, resolution: Resolution) -> Scales
     }
     gate, up, down = (column.get((projection, "weight_scale_2")) for projection in ("gate", "up", "down"))
     if moe.format is Format.INT4:
-        up = down = torch.ones(len(experts))
+        up = down = torch.ones(len(experts), dtype=torch.float32)
         gate = up if moe.gated else None
     assert up is not None
     assert down is not None
@@ -313,7 +313,7 @@ def raw_bias_names(moe: MoeLayer, target: Target) -> dict[str, str]:
 
 def packed_names(moe: MoeLayer, target: Target, config: Mapping[str, Any]) -> frozenset[str]:
     """Full names of a layer's tensors under the engine's names, small ones too."""
-    ones = torch.ones(1)
+    ones = torch.ones(1, dtype=torch.float32)
     scales = Scales(ones if moe.gated else None, ones, ones, ones, ones, ones, ones)
     facts = LayerFacts(target.engine, target.activation_dtype)
     scalars = target.module.scalars(scales, activation_of(config, moe.gated), facts)

@@ -339,8 +339,8 @@ def _check_tensors(packed: Packed) -> None:
 def _small_specs(moe: MoeLayer, rank: Rank, target: Target, config: Mapping[str, Any]) -> dict[str, Spec]:
     """Specs of every small tensor that packing may store for a layer and rank; of input scales, not all are stored."""
     count, geometry = len(target.experts(moe, rank.ep)), target.geometry(moe, rank.tp)
-    ones = torch.ones(count)
-    factors = (torch.ones(moe.hidden), torch.ones(geometry.intermediate))
+    ones = torch.ones(count, dtype=torch.float32)
+    factors = (torch.ones(moe.hidden, dtype=torch.float32), torch.ones(geometry.intermediate, dtype=torch.float32))
     scales = Scales(
         ones if moe.gated else None,
         *[ones] * 4,

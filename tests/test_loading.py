@@ -293,6 +293,28 @@ def test_a_number_that_two_layers_have(packed: Callable[[str], Path]) -> None:
         replace(opened, packed=twice).load_experts(0)
 
 
+@pytest.mark.parametrize("name", ["trtllm-biased", "marlin", "vllm-cutlass", "moe-wna16", "flashinfer-sm90-w4a8"])
+def test_whatever_torchs_default_dtype_is(
+    packed: Callable[[str], Path], name: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Engines set theirs while they load a model."""
+    if name in MADE:
+        folder = packed(name)
+    else:
+        folder = packs.pack(checkpoint("qwen3moe-w4a8awq"), tmp_path / "out", name, pre_quant_scale="fold")
+    layer = nvfp4prep.open(folder).layers[0].path
+    before = nvfp4prep.load_experts(folder, layer)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        after = nvfp4prep.load_experts(folder, layer)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for table in ("parameters", "tensors", "scalars", "logical"):
+        ours, theirs = getattr(after, table), getattr(before, table)
+        assert ours.keys() == theirs.keys()
+        assert all(same(ours[key], theirs[key]) for key in ours)
+
+
 def test_not_a_packed_output(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(InputRefused, match=r"not-packed.*no such directory"):
         nvfp4prep.open(tmp_path / "none")

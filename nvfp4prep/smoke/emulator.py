@@ -402,7 +402,7 @@ class _Trtllm(_Kernel):
             shifted = up if beta is None else up + beta
             between = scale_c * shifted * gate * torch.sigmoid(gate if alpha is None else alpha * gate)
         between = self.rounding.at("activation", between)
-        out = _linear(quantise(between, torch.ones((), device=self.device)), w.down, w.down_bias)
+        out = _linear(quantise(between, torch.ones((), device=self.device, dtype=torch.float32)), w.down, w.down_bias)
         return Stages(x1, x0, between, self.rounding.at("gemm2", out * scale_out))
 
 
@@ -625,7 +625,7 @@ class _WeightOnlyInt4(_OneAlpha):
         return x
 
     def alphas(self, position: int) -> tuple[Tensor, Tensor]:
-        one = torch.ones((), device=self.device)
+        one = torch.ones((), device=self.device, dtype=torch.float32)
         return one, one
 
     def gate_and_up_rows(self) -> tuple[Tensor | None, Tensor]:

@@ -326,7 +326,7 @@ def random_routing(expert_count: int, top_k: int, tokens: int, seed: int, scale:
         rows.append(deck[:top_k])
         del deck[:top_k]
     ids = torch.tensor(rows, dtype=torch.int64).reshape(tokens, top_k)
-    weights = 0.5 + torch.rand(tokens, top_k, generator=generator)
+    weights = 0.5 + torch.rand(tokens, top_k, generator=generator, dtype=torch.float32)
     return Routing(ids, weights * (scale / weights.sum(-1, keepdim=True)))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -225,7 +226,8 @@ def _marked(layer: PackedLayer) -> dict[str, Tensor]:
         return Matrix(weight, torch.full((rows, columns // 16), 0x7E, dtype=torch.uint8))
 
     gated = geometry.gated
-    biases = (torch.ones(inner) if gated else None, torch.ones(inner), torch.ones(hidden)) if geometry.biased else ()
+    ones = partial(torch.ones, dtype=torch.float32)
+    biases = (ones(inner) if gated else None, ones(inner), ones(hidden)) if geometry.biased else ()
     expert = Expert(full(inner, hidden) if gated else None, full(inner, hidden), full(hidden, inner), *biases)
     facts = replace(layer.facts, w13_factor=1.0, w2_factor=1.0, g1_alpha=1.0, g1_alpha_up=1.0, g2_alpha=1.0)
     return layer.target.module.pack(expert, geometry, facts)

@@ -188,7 +188,7 @@ def _of_reference(source: Source, config: Mapping[str, Any], norm: Norm) -> _Kno
         found, factor = reference_weights(source, config, moe), factors(moe)
         if not isinstance(factor, Tensor):
             return found
-        return lambda e: _with_columns(found(e), 1 / factor, torch.ones(moe.intermediate))
+        return lambda e: _with_columns(found(e), 1 / factor, torch.ones(moe.intermediate, dtype=torch.float32))
 
     return _Known(weights, BF16, factors)
 
@@ -418,7 +418,7 @@ def _stored_scales(moe: MoeLayer, experts: int, scalars: Mapping[str, Tensor]) -
     inputs = [scalars[f"{p}_input_scale"] for p in projections(moe)[:-1] if f"{p}_input_scale" in scalars]
     gate, up, down = (scalars.get(f"{p}_weight_scale_2") for p in ("gate", "up", "down"))
     if moe.format is Format.INT4:
-        up = down = torch.ones(experts)
+        up = down = torch.ones(experts, dtype=torch.float32)
         gate = up if moe.gated else None
     assert up is not None and down is not None
     return Scales(

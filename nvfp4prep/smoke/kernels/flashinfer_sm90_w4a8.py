@@ -91,7 +91,7 @@ def golden_layer(golden: Mapping[str, Tensor]) -> tuple[PackedLayer, Tensor, Rou
     for e in range(count):
         up, gate = (Matrix(q13[e, rows], s13[e, rows], group) for rows in (slice(half), slice(half, None)))
         packed.append(layout.pack(Expert(gate, up, Matrix(q2[e], s2[e], group)), geometry, facts))
-    ones = torch.ones(count)
+    ones = torch.ones(count, dtype=torch.float32)
     inputs = (golden[name].expand(count).clone() for name in ("a1", "a2"))
     factors = (golden[name].to(torch.float32) for name in ("pre_quant13", "pre_quant2"))
     scales = Scales(ones, ones, ones, *inputs, *factors)

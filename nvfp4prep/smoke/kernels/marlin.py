@@ -309,7 +309,7 @@ def golden_layer(golden: Mapping[str, Tensor]) -> tuple[PackedLayer, Tensor, Rou
     count, half, hidden = len(nibbles13), nibbles13.shape[1] // 2, 2 * nibbles13.shape[2]
     group = hidden // scale13.shape[2]
     target = Target(vllm_marlin_int4.NAME if is_int4 else vllm_marlin.NAME)
-    facts, ones = LayerFacts(), torch.ones(count)
+    facts, ones = LayerFacts(), torch.ones(count, dtype=torch.float32)
     scales = Scales(ones, ones, ones, None, None)
     if not is_int4:
         facts = vllm_marlin.with_factors(facts, int(scale13.max()), int(scale2.max()))
