@@ -19,7 +19,7 @@ from nvfp4prep.errors import InputRefused
 from nvfp4prep.findings import Finding
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.model_config import sections
-from nvfp4prep.numerics import floats
+from nvfp4prep.numerics import became, floats, unfit
 from nvfp4prep.schema import FLOAT_DTYPES, Format, Linear, MoeLayer
 from nvfp4prep.source import read_tensor
 
@@ -300,11 +300,12 @@ def _fold(checkpoint: Checkpoint, moe: MoeLayer) -> Fold | Finding | None:
     exact = weight * first
     folded = exact.to(DTYPES[norm.dtype])
     kept = folded.float()
-    lost = ~torch.isfinite(kept) | ((kept == 0) & (exact != 0))
+    lost = unfit(exact, folded)
     if bool(lost.any()):
         at = int(lost.nonzero()[0])
         product = f"{float(weight[at]):.6g} times {float(first[at]):.6g} at [{at}]"
-        return _refused(moe, f"{norm.name} ({norm.file}), {product}, does not fit {norm.dtype}{_KEPT}")
+        left = became(float(kept[at]), float(exact[at]))
+        return _refused(moe, f"{norm.name} ({norm.file}), {product}, does not fit {norm.dtype}{left}{_KEPT}")
     factor = torch.where(weight == 0, first, kept / weight)
     off = torch.where(exact == 0, 0.0, (kept / exact - 1).abs())
     return Fold(norm, folded, factor, divided, float(off.max()))
