@@ -649,6 +649,13 @@ REFUSALS: dict[str, tuple[str, Damage, str, list[int], list[int]]] = {
     "a parameter that is no weight": (
         W4A16, beside_router("latent_w", 64, 256), "latent_w .* may read the norm", [0], [],
     ),
+    "a parameter that ends in bias and is none": (
+        W4A16, beside_router("unbias", 256), "unbias .* may read the norm", [0], [],
+    ),
+    "a bias of two dimensions": (W4A16, beside_router("latent_bias", 4, 256), "latent_bias .* may read", [0], []),
+    "another parameter of the router": (
+        W4A16, beside_router("gate.latent_w", 64, 256), "gate.latent_w .* may read the norm", [0], [],
+    ),
     "no router": (W4A16, damage.drop(r"model\.layers\.0\.mlp\.gate\.weight"), "no router of 8 rows", [0], []),
     "a router of integers": (W4A16, router(lambda old: old.to(torch.int8)), "gate reads the norm and is I8", [0], []),
     "a router in float64": (W4A16, router(lambda old: old.double()), "gate reads the norm and is F64", [0], []),
