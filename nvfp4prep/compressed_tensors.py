@@ -393,8 +393,9 @@ def _fold(context: Context, step: Compress) -> None:
     rescale = context.jobs[step.job].resolution.rescales.get(scale.name)
     try:
         factors = _floats(context, step.rows)
-        codes, counts = fold_codes(_bytes(context, scale), factors, rescale)
-        check_fold(counts, factors)
+        before = _bytes(context, scale)
+        codes, counts = fold_codes(before, factors, rescale)
+        check_fold(before, codes, factors)
     except LayoutError as error:
         if context.outcome.unusable:  # refuses the run at its end, by its own name
             return

@@ -88,7 +88,7 @@ def load_folded(
     others = [linear.params["weight_scale"].name for linear in (linears.gate, linears.down) if linear is not None]
     expert, counts = load_expert(moe, index, read, {name: rescales[name] for name in others if name in rescales})
     scale, folded = fold_codes(expert.up.scale, factors, rescales.get(linears.up.params["weight_scale"].name))
-    check_fold(folded, factors)
+    check_fold(expert.up.scale, scale, factors)
     return replace(expert, up=replace(expert.up, scale=scale)), counts, folded
 
 
