@@ -91,12 +91,33 @@ def fold_codes(
     return folded, total
 
 
-def check_fold(counts: RescaleCounts, factors: torch.Tensor) -> None:
-    """Raise LayoutError where a fold rounds more than one in a hundred of a linear's block scales to zero."""
-    if counts.became_zero > counts.blocks * _MOST_LOST:
+def check_fold(before: torch.Tensor, after: torch.Tensor, factors: torch.Tensor) -> None:
+    """Refuse a fold that loses what matters: more than one in a hundred of a linear's block scales, or a whole row.
+
+    A row is whole where it had a normal block scale: one of subnormals alone is that of a channel that is dead. Where
+    not, its factor was taken out of down's weights before they were quantised: that column of down is as large as the
+    factor is small, and the row counts as any other.
+
+    Args:
+        before, after: U8 [I, H / 16] codes of E4M3 block scales.
+        factors: F32 [I].
+
+    Raises:
+        LayoutError: it does, with the row, or the counts.
+    """
+    magnitude, has = before & 0x7F, (after & 0x7F) != 0
+    gone = (magnitude >= E4M3_SMALLEST_NORMAL_CODE).any(1) & ~has.any(1)
+    if bool(gone.any()):
+        row = int(gone.nonzero()[0])
         raise LayoutError(
-            f"{counts.became_zero:,} of {counts.blocks:,} of up's block scales times down's pre_quant_scale (factors "
-            f"from {float(factors.abs().min()):.3g}) round to zero in E4M3"
+            f"all of up's block scales in row {row} ({int(gone.sum()):,} such rows of {len(gone):,}) times down's "
+            f"pre_quant_scale {float(factors[row]):.3g} round to zero in E4M3, and the row with them"
+        )
+    lost = int(((magnitude > 0) & ~has).sum())
+    if lost > before.numel() * _MOST_LOST:
+        raise LayoutError(
+            f"{lost:,} of {before.numel():,} of up's block scales times down's pre_quant_scale (factors from "
+            f"{float(factors.abs().min()):.3g}) round to zero in E4M3; up to {_MOST_LOST:.0%} may"
         )
 
 

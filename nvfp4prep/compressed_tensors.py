@@ -23,7 +23,16 @@ from nvfp4prep.findings import Finding
 from nvfp4prep.folding import DTYPES, Fold, factors_fit, has_pre_quant_scale
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.layouts.logical import LayoutError
-from nvfp4prep.numerics import dequantize_int4, dequantize_nvfp4, floats, pack_nibbles, raw_bytes, unpack_nibbles
+from nvfp4prep.numerics import (
+    became,
+    dequantize_int4,
+    dequantize_nvfp4,
+    floats,
+    pack_nibbles,
+    raw_bytes,
+    unfit,
+    unpack_nibbles,
+)
 from nvfp4prep.plan import (
     PIECE_BYTES,
     Compress,
@@ -384,8 +393,9 @@ def _fold(context: Context, step: Compress) -> None:
     rescale = context.jobs[step.job].resolution.rescales.get(scale.name)
     try:
         factors = _floats(context, step.rows)
-        codes, counts = fold_codes(_bytes(context, scale), factors, rescale)
-        check_fold(counts, factors)
+        before = _bytes(context, scale)
+        codes, counts = fold_codes(before, factors, rescale)
+        check_fold(before, codes, factors)
     except LayoutError as error:
         if context.outcome.unusable:  # refuses the run at its end, by its own name
             return
@@ -429,20 +439,28 @@ class Place(NamedTuple):
 def _put_rounded(context: Context, key: str, values: Tensor, dtype: str, place: Place, of: tuple[int, str]) -> None:
     """Write F32 values in a dtype, and note the largest relative error that rounding made, by job and kind.
 
+    Of weights below the dtype's smallest normal number, the error is taken relative to that.
+
     Raises:
-        InputRefused: a value that overflows, underflows, or is NaN.
+        InputRefused: a value that the dtype can't hold (`numerics.unfit`).
     """
     rounded = values.to(DTYPES[dtype])
     back = rounded.float()
-    lost = ~torch.isfinite(back) | ((back == 0) & (values != 0))
+    # A weight that is small beside its row adds little, and F16 routers have such; each scale is a group's own factor.
+    rows = of[1] != "scales"
+    lost = unfit(values, rounded, rows=rows)
     if bool(lost.any()) and not context.outcome.unusable:  # those refuse the run at its end, by their own names
         at = tuple(int(i) for i in lost.nonzero()[0])
-        message = f"{float(values[at]):.6g} at {list(at)} does not fit {dtype}; use --target hf"
+        left = became(float(back[at]), float(values[at]))
+        message = f"{float(values[at]):.6g} at {list(at)} does not fit {dtype}{left}; use --target hf"
         tensor, experts = place.tensor, () if place.expert is None else (place.expert,)
         raise InputRefused(
             [Finding("kernel-scale-bad", "error", message, tensor.file, tensor.name, place.layer, experts)]
         )
-    error = torch.where(torch.isfinite(values) & (values != 0), (back / values - 1).abs(), 0.0)
+    whole = values.abs()
+    if rows:
+        whole = whole.clamp_(min=torch.finfo(rounded.dtype).smallest_normal)
+    error = torch.where(torch.isfinite(values) & (values != 0), (back - values).abs_() / whole, 0.0)
     largest = float(error.max()) if values.numel() else 0.0
     with context.lock:
         context.outcome.rounding[of] = max(context.outcome.rounding.get(of, 0.0), largest)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nvfp4prep.blockscales import check_fold, fold_codes, half_of, rescale_codes
 from nvfp4prep.layouts.logical import Expert, LayoutError, Matrix
+from nvfp4prep.numerics import became, unfit
 from nvfp4prep.scales import Rescale, RescaleCounts
 from nvfp4prep.schema import Format, GateUpOrder, Linear, MoeLayer
 
@@ -87,7 +88,7 @@ def load_folded(
     others = [linear.params["weight_scale"].name for linear in (linears.gate, linears.down) if linear is not None]
     expert, counts = load_expert(moe, index, read, {name: rescales[name] for name in others if name in rescales})
     scale, folded = fold_codes(expert.up.scale, factors, rescales.get(linears.up.params["weight_scale"].name))
-    check_fold(folded, factors)
+    check_fold(expert.up.scale, scale, factors)
     return replace(expert, up=replace(expert.up, scale=scale)), counts, folded
 
 
@@ -222,7 +223,7 @@ def with_scales_in(expert: Expert, dtype: torch.dtype) -> tuple[Expert, float]:
     """An int4 expert with its group scales in the kernel's dtype, by value, and the largest relative error of that.
 
     Raises:
-        LayoutError: a scale over- or underflows, with its place.
+        LayoutError: a scale that the dtype can't hold (`numerics.unfit`), with its place.
     """
     largest = 0.0
 
@@ -230,11 +231,15 @@ def with_scales_in(expert: Expert, dtype: torch.dtype) -> tuple[Expert, float]:
         nonlocal largest
         scale = matrix.scale.to(dtype)
         back = scale.to(torch.float32)
-        lost = ~torch.isfinite(back) | ((back == 0) & (matrix.scale != 0))
+        lost = unfit(matrix.scale, scale)
         if bool(lost.any()):
             row, group = (int(i) for i in lost.nonzero()[0])
             value, name = float(matrix.scale[row, group]), str(dtype).removeprefix("torch.")
-            raise LayoutError(f"{projection}'s group scale {value:g} at [{row}, {group}] does not fit {name}")
+            remedy = "--activation-dtype bf16" if dtype == torch.float16 else "--target hf"
+            raise LayoutError(
+                f"{projection}'s group scale {value:g} at [{row}, {group}] does not fit {name}"
+                f"{became(float(back[row, group]), value)}; use {remedy}"
+            )
         error = torch.where(matrix.scale == 0, 0.0, (back / matrix.scale - 1).abs())
         largest = max(largest, float(error.max()) if error.numel() else 0.0)
         return replace(matrix, scale=scale)

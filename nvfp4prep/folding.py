@@ -19,14 +19,16 @@ from nvfp4prep.errors import InputRefused
 from nvfp4prep.findings import Finding
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.model_config import sections
-from nvfp4prep.numerics import floats
-from nvfp4prep.schema import FLOAT_DTYPES, Format, Linear, MoeLayer
+from nvfp4prep.numerics import became, floats, unfit
+from nvfp4prep.schema import FLOAT_DTYPES, SCALAR_PARAMS, Format, Linear, MoeLayer
 from nvfp4prep.source import read_tensor
 
 DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 _KEPT = "; --target hf keeps them"
 _NORM = "post_attention_layernorm"
+_LINEAR_PARAMS = frozenset({"weight", "weight_scale", "weight_scale_inv", *SCALAR_PARAMS, "pre_quant_scale", "bias"})
+"""Parameters of a linear of which it is known that, but for the weight, they don't read its input as a matrix does."""
 _MODEL_TYPES = frozenset(
     {"deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe", "kimi_k2", "ernie4_5_moe"}
 )
@@ -300,11 +302,12 @@ def _fold(checkpoint: Checkpoint, moe: MoeLayer) -> Fold | Finding | None:
     exact = weight * first
     folded = exact.to(DTYPES[norm.dtype])
     kept = folded.float()
-    lost = ~torch.isfinite(kept) | ((kept == 0) & (exact != 0))
+    lost = unfit(exact, folded)
     if bool(lost.any()):
         at = int(lost.nonzero()[0])
         product = f"{float(weight[at]):.6g} times {float(first[at]):.6g} at [{at}]"
-        return _refused(moe, f"{norm.name} ({norm.file}), {product}, does not fit {norm.dtype}{_KEPT}")
+        left = became(float(kept[at]), float(exact[at]))
+        return _refused(moe, f"{norm.name} ({norm.file}), {product}, does not fit {norm.dtype}{left}{_KEPT}")
     factor = torch.where(weight == 0, first, kept / weight)
     off = torch.where(exact == 0, 0.0, (kept / exact - 1).abs())
     return Fold(norm, folded, factor, divided, float(off.max()))
@@ -324,18 +327,25 @@ def readers(checkpoint: Checkpoint, moe: MoeLayer) -> Iterator[Linear]:
 
 
 def _stranger(checkpoint: Checkpoint, moe: MoeLayer) -> TensorInfo | None:
-    """A tensor of the block with a dimension of H that is of no linear: it may read the block's input too."""
+    """A tensor of the block with a dimension of H that is no parameter linears have: it may read the block's input."""
     known = {
         tensor.name
         for linear in checkpoint.schema.linears.values()
         if len(linear.params["weight"].shape) == 2 or linear.experts is not None
-        for tensor in linear.params.values()
+        for param, tensor in linear.params.items()
+        if param in _LINEAR_PARAMS
     }
     for tensor in checkpoint.source.tensors.values():
         inside = tensor.name.startswith(moe.path + ".") and tensor.name not in known
-        if inside and moe.hidden in tensor.shape and not tensor.name.endswith("bias"):
+        if inside and moe.hidden in tensor.shape and not _is_bias(tensor):
             return tensor
     return None
+
+
+def _is_bias(tensor: TensorInfo) -> bool:
+    """A bias, or a router's e_score_correction_bias: what is added reads nothing."""
+    last = tensor.name.rpartition(".")[2]
+    return len(tensor.shape) == 1 and (last == "bias" or last.endswith("_bias"))
 
 
 def _divisible(linear: Linear) -> bool:

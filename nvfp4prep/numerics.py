@@ -35,6 +35,37 @@ def floats(dtype: str, raw: bytes) -> Tensor:
     return torch.from_numpy(widened(dtype, raw).copy())
 
 
+def unfit(exact: Tensor, rounded: Tensor, *, rows: bool = False) -> Tensor:
+    """Where values do not survive rounding: NaN, inf, a zero of what is none, and subnormals that lose too much.
+
+    Too much is more than rounding costs a normal value of the dtype: 2^-8 of it in BF16, 2^-11 in F16.
+
+    Args:
+      exact: F32.
+      rounded: F32, BF16 or F16, the same shape.
+      rows: measure what a subnormal loses against the largest of its row (last dimension), not against itself.
+
+    Returns:
+      bool, the same shape.
+    """
+    limits = torch.finfo(rounded.dtype)
+    back = rounded.to(torch.float32)
+    lost = ~torch.isfinite(back) | ((back == 0) & (exact != 0))
+    small = (exact.abs() < limits.smallest_normal) & (exact != 0) & ~lost
+    if bool(small.any()):  # in float64: F32 has no room for errors of its own smallest values
+        value = exact[small].to(torch.float64)
+        whole = exact.abs().amax(-1, keepdim=True).expand_as(exact)[small].to(torch.float64) if rows else value.abs()
+        lost[small] = (back[small].to(torch.float64) - value).abs() > whole * (limits.eps / 2)
+    return lost
+
+
+def became(rounded: float, value: float) -> str:
+    """For a message: what is left of a value that became subnormal; nothing for zero, inf and NaN, which speak."""
+    if not math.isfinite(rounded) or rounded == 0:
+        return ""
+    return f" (it is subnormal there: {rounded:g}, {abs(rounded / value - 1):.2g} of it off)"
+
+
 def pack_nibbles(codes: Tensor, dim: int = -1) -> Tensor:
     """Packs two 4-bit codes to a byte along `dim`, the even index in the low nibble.
 

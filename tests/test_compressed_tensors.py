@@ -309,6 +309,20 @@ def test_norm_and_router_of_other_dtypes(dtype: torch.dtype, checkpoint: Fetch, 
     assert after.tensors[NORM0].tensor.dtype == after.tensors[f"{MLP0}.gate.weight"].tensor.dtype == dtype
 
 
+def test_small_weights_of_an_f16_router(checkpoint: Fetch, tmp_path: Path) -> None:
+    """Subnormal in F16, and divided to what is further off than a normal number: nothing beside the rest of the row."""
+
+    def small(old: torch.Tensor) -> torch.Tensor:
+        new = old.half()
+        new[:, ::17] = 3e-6
+        return new
+
+    source = damage.damaged(checkpoint(W4A16), tmp_path / "source", each(r".*\.mlp\.gate\.weight", small))
+    after = checked(source, tmp_path)
+    router = after.tensors[f"{MLP0}.gate.weight"].tensor
+    assert bool((router[:, ::17].abs() < 2.0**-14).all())
+
+
 def test_an_f32_router_beside_a_bf16_norm(checkpoint: Fetch, tmp_path: Path) -> None:
     """It is divided by what the rounded norm holds, not by pre_quant_scale."""
     source = damage.damaged(checkpoint(W4A16), tmp_path / "source", each(r".*\.mlp\.gate\.weight", torch.Tensor.float))
@@ -575,6 +589,17 @@ def beside_router(name: str, *shape: int) -> Damage:
     return lambda ck: ck.tensors.update({f"{MLP0}.{name}": torch.ones(shape, dtype=torch.bfloat16)})
 
 
+def f16_norm(factors: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
+    """The first layer's norm in F16, and other factors of its gates and ups."""
+
+    def change(ck: Editable) -> None:
+        ck.tensors[NORM0] = ck.tensors[NORM0].half()
+        for name in ck.names(re.escape(MLP0) + r"\.experts\.\d+\.(gate|up)_proj\.pre_quant_scale"):
+            ck.tensors[name] = factors(ck.tensors[name])
+
+    return change
+
+
 LAYERS = [0, 1]
 REFUSALS: dict[str, tuple[str, Damage, str, list[int], list[int]]] = {
     # checkpoint, damage, what the first finding says, its layers in order, the first one's experts
@@ -608,6 +633,10 @@ REFUSALS: dict[str, tuple[str, Damage, str, list[int], list[int]]] = {
     "a norm that underflows": (
         W4A16, each(W13, lambda old: torch.full_like(old, 1e-38) * 2.0**-10), "does not fit|zero, inf", LAYERS, [],
     ),
+    "a norm that becomes subnormal": (
+        W4A16, f16_norm(lambda old: torch.full_like(old, 1e-7)),
+        r"layernorm.weight \(model.*\), .* at \[\d+\], does not fit F16 \(it is subnormal there.*--target hf", [0], [],
+    ),
     "a norm that is NaN": (
         W4A16, damage.put(float("nan"), re.escape(NORM0)), r"nan times .* at \[1\], does not fit", [0], [],
     ),
@@ -619,6 +648,13 @@ REFUSALS: dict[str, tuple[str, Damage, str, list[int], list[int]]] = {
     ),
     "a parameter that is no weight": (
         W4A16, beside_router("latent_w", 64, 256), "latent_w .* may read the norm", [0], [],
+    ),
+    "a parameter that ends in bias and is none": (
+        W4A16, beside_router("unbias", 256), "unbias .* may read the norm", [0], [],
+    ),
+    "a bias of two dimensions": (W4A16, beside_router("latent_bias", 4, 256), "latent_bias .* may read", [0], []),
+    "another parameter of the router": (
+        W4A16, beside_router("gate.latent_w", 64, 256), "gate.latent_w .* may read the norm", [0], [],
     ),
     "no router": (W4A16, damage.drop(r"model\.layers\.0\.mlp\.gate\.weight"), "no router of 8 rows", [0], []),
     "a router of integers": (W4A16, router(lambda old: old.to(torch.int8)), "gate reads the norm and is I8", [0], []),
@@ -659,6 +695,14 @@ UNFIT: dict[str, tuple[str, Damage, str, str, list[int]]] = {
     # checkpoint, damage, the tensor and what is said of it, its experts
     "a group scale": (
         W4A16, damage.put(7e-43, re.escape(f"{UP3}.weight_scale")), f"{UP3}.weight_scale", "does not fit BF16", [3],
+    ),
+    "a group scale that becomes subnormal": (
+        W4A16, damage.put(2.3e-40, re.escape(f"{UP3}.weight_scale")), f"{UP3}.weight_scale",
+        "does not fit BF16 .it is subnormal", [3],
+    ),
+    "a row of o_proj that becomes subnormal": (
+        W4A16, changed(f"{O0}.pre_quant_scale", lambda old: torch.full_like(old.float(), 1e-37)), f"{O0}.weight",
+        "does not fit BF16 .it is subnormal", [],
     ),
     "a factor of down": (
         W4A16, changed(f"{DOWN3}.pre_quant_scale", lambda old: torch.full_like(old, 1e-39)), f"{UP3}.weight_scale",

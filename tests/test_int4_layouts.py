@@ -558,6 +558,9 @@ def float_expert(scale: Tensor | float) -> Expert:
         (65504.0, torch.float16, 0.0),
         (2.0**-24, torch.float16, 0.0),
         (2.0**-126, torch.bfloat16, 0.0),
+        (3 * 2.0**-24, torch.float16, 0.0),  # subnormal, and exact
+        (5.9e-5, torch.float16, None),  # subnormal, off by less than a normal number may be
+        (-(2.0**-133), torch.bfloat16, 0.0),
         (-0.01, torch.bfloat16, None),
         (0.0, torch.float16, 0.0),
     ],
@@ -579,7 +582,22 @@ def test_scales_are_rounded_once_by_value(value: float, dtype: torch.dtype, erro
     [
         (65520.0, torch.float16, r"up's group scale 65520 at \[1, 0\] does not fit float16"),
         (-65520.0, torch.float16, r"up's group scale -65520 at \[1, 0\]"),
-        (2.0**-26, torch.float16, r"up's group scale 1.49012e-08 at \[1, 0\]"),
+        (
+            2.0**-26,
+            torch.float16,
+            r"up's group scale 1.49012e-08 at \[1, 0\] does not fit float16; use --activation-dt",
+        ),
+        (
+            1e-7,
+            torch.float16,
+            r"up's group scale 1e-07 at \[1, 0\] .* subnormal there: 1.19\d*e-07, 0.19 of it off\); ",
+        ),
+        (-1006.5 * 2.0**-24, torch.float16, r"up's group scale -5.99\d*e-05 at \[1, 0\] .* subnormal"),
+        (
+            2.3e-40,
+            torch.bfloat16,
+            r"up's group scale 2\.[23]\d*e-40 at \[1, 0\] .* subnormal there: .*; use --target hf$",
+        ),
         (3.4e38, torch.bfloat16, r"up's group scale 3.4e\+38 at \[1, 0\] does not fit bfloat16"),
         (float("inf"), torch.bfloat16, r"up's group scale inf at \[1, 0\]"),
         (float("nan"), torch.bfloat16, r"up's group scale nan at \[1, 0\]"),

@@ -74,9 +74,16 @@ BAD: dict[str, tuple[Damage, str, str]] = {
     "fp16 underflow": (
         put_scale(2.0**-26, "down", (0, 0)), "fp16", r"down's group scale 1.49012e-08 at \[0, 0\] does not fit float16",
     ),
+    "fp16 subnormal": (
+        put_scale(1e-7, "down", (0, 0)), "fp16",
+        r"down's group scale 1e-07 at \[0, 0\] .* subnormal .*--activation-dtype bf16",
+    ),
     "bf16 overflow": (put_scale(3.4e38), "bf16", r"gate's group scale 3.4e\+38 at \[5, 1\] does not fit bfloat16"),
     "bf16 underflow": (
         put_scale(2.0**-140), "bf16", r"gate's group scale 7.17\d*e-43 at \[5, 1\] does not fit bfloat16",
+    ),
+    "bf16 subnormal": (
+        put_scale(2.3e-40), "bf16", r"gate's group scale 2\.[23]\d*e-40 at \[5, 1\] .* subnormal .*--target hf",
     ),
     "a product that overflows": (
         put_product(3e38, 8.0), "bf16",

@@ -23,7 +23,7 @@ from runner import run
 from safetensors.torch import load_file
 
 from nvfp4prep import blockscales
-from nvfp4prep.blockscales import fold_codes
+from nvfp4prep.blockscales import check_fold, fold_codes
 from nvfp4prep.journal import Outcome, finished, line
 from nvfp4prep.layouts.logical import LayoutError
 from nvfp4prep.scales import Rescale, RescaleCounts
@@ -135,6 +135,48 @@ def test_overflow_and_nan_have_a_place(code: int, factor: float) -> None:
     codes[2, 1] = code
     with pytest.raises(LayoutError, match=rf"down's pre_quant_scale {factor:g} at \[2, [01]\] does not fit E4M3"):
         fold_codes(codes, torch.tensor([1.0, 1.0, factor]), None)
+
+
+def after_fold(change: Callable[[torch.Tensor, torch.Tensor], None]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes of 200 rows of 5 blocks, all 1.0 with factors 1.0 but for a change; after a fold; and the factors."""
+    codes, factors = torch.full((200, 5), 0x38, dtype=torch.uint8), torch.ones(200)
+    change(codes, factors)
+    return codes, fold_codes(codes, factors, None)[0], factors
+
+
+def test_a_row_that_becomes_zero_is_refused() -> None:
+    def change(codes: torch.Tensor, factors: torch.Tensor) -> None:
+        codes[7], factors[7] = torch.tensor([0, 1, 8, 1, 0]), 2.0**-8  # one is normal, 2^-6
+
+    says = (
+        r"all of up's block scales in row 7 \(1 such rows of 200\) times down's pre_quant_scale 0\.00391 round to zero"
+    )
+    with pytest.raises(LayoutError, match=says):
+        check_fold(*after_fold(change))
+
+
+def test_a_dead_row_may_become_zero() -> None:
+    """Exporters leave the smallest code where all weights of a row are next to nothing."""
+
+    def change(codes: torch.Tensor, factors: torch.Tensor) -> None:
+        codes[7], factors[7] = 0x81, 0.4
+
+    before, after, factors = after_fold(change)
+    assert not bool((after[7] & 0x7F).any())
+    check_fold(before, after, factors)
+
+
+@pytest.mark.parametrize(("rows", "refuses"), [(10, False), (11, True)])
+def test_one_in_a_hundred_may_become_zero(rows: int, refuses: bool) -> None:
+    def change(codes: torch.Tensor, factors: torch.Tensor) -> None:
+        codes[:rows, 0], factors[:rows] = 1, 0.25
+
+    case = after_fold(change)
+    if not refuses:
+        check_fold(*case)
+        return
+    with pytest.raises(LayoutError, match=r"11 of 1,000 .*factors from 0\.25\) round to zero in E4M3; up to 1% may"):
+        check_fold(*case)
 
 
 # --- conversions -----------------------------------------------------------------------------------------------------
@@ -338,6 +380,18 @@ def test_overflow(target: str, sources: Mapping[str, Path], tmp_path: Path) -> N
     assert (done.code, found["rule"], found["layer"], found["experts"]) == (3, "kernel-scale-bad", 0, [3])
     assert re.search(r"times down's pre_quant_scale 1\.04858e\+06 at \[9, 0\] does not fit E4M3", found["message"])
     assert not (tmp_path / "out").exists()
+    told = run("validate", source, "--target", target, *FOLD, "--level", "full", "--format", "json").json
+    assert [one["message"] for one in told["findings"] if one["severity"] == "error"] == [found["message"]]
+
+
+@pytest.mark.parametrize("target", ["vllm-marlin", "flashinfer-cutlass", "compressed-tensors"])
+def test_a_lost_row(target: str, sources: Mapping[str, Path], tmp_path: Path) -> None:
+    """One row of 128, fewer block scales than one in a hundred."""
+    source = damage.damaged(sources["attached"], tmp_path / "source", factor(2.0**-20))
+    done = run("convert", source, tmp_path / "out", "--target", target, *FOLD, "--json", "--no-smoke")
+    (found,) = done.findings
+    assert (done.code, found["rule"], found["layer"], found["experts"]) == (3, "kernel-scale-bad", 0, [3])
+    assert "all of up's block scales in row 9" in found["message"] and not (tmp_path / "out").exists()
     told = run("validate", source, "--target", target, *FOLD, "--level", "full", "--format", "json").json
     assert [one["message"] for one in told["findings"] if one["severity"] == "error"] == [found["message"]]
 
