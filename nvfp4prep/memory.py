@@ -11,7 +11,9 @@ from nvfp4prep.schema import Linear
 _COPIES = 3
 """Of a worker's largest item: as read, in between, as written. Measured in docs/performance.md."""
 _BASE = {False: 120 << 20, True: 400 << 20}
-"""Python with its libraries and a plan of moderate size; True: torch too."""
+"""Python with its libraries; True: torch too."""
+_PLANNED = 1 << 10
+"""Of each output tensor in a plan."""
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -20,7 +22,7 @@ def needed(plan: Plan, workers: int) -> int:
     """An upper bound of the bytes that running a plan takes: what is loaded, and each worker's largest item."""
     torch = any(not _is_plain(step) for item in plan.items for step in item.steps)
     largest = max((_held(item) for item in plan.items), default=0)
-    return _BASE[torch] + _COPIES * workers * largest
+    return _BASE[torch] + _PLANNED * len(plan.outputs) + _COPIES * workers * largest
 
 
 def available() -> int | None:
