@@ -659,7 +659,7 @@ REFUSALS: dict[str, tuple[str, Damage, str, list[int], list[int]]] = {
         r"layernorm.weight \(model.*\), .* at \[\d+\], does not fit F16 \(it is subnormal there.*--target hf", [0], [],
     ),
     "a norm that is NaN": (
-        W4A16, damage.put(float("nan"), re.escape(NORM0)), r"nan times .* at \[1\], does not fit", [0], [],
+        W4A16, damage.put(float("nan"), re.escape(NORM0)), r"norm.weight \(model.*\) is nan at \[1\]; export", [0], [],
     ),
     "a gate of the shared expert in one dimension": (
         W4A16, beside_router("shared_expert_gate.weight", 256), "expert_gate.weight .* may read the norm", [0], [],
@@ -733,7 +733,9 @@ UNFIT: dict[str, tuple[str, Damage, str, str, list[int]]] = {
         W4A16, large_factors, f"{MLP0}.gate.weight",
         "does not fit BF16", [],
     ),
-    "a router that is NaN": (W4A16, router(lambda old: old * float("nan")), f"{MLP0}.gate.weight", "nan at", []),
+    "a router that is NaN": (
+        W4A16, router(lambda old: old * float("nan")), f"{MLP0}.gate.weight", "nan at .* export", [],
+    ),
     "a factor of o_proj": (
         W4A16, changed(f"{O0}.pre_quant_scale", lambda old: torch.full_like(old, 1e-39)), f"{O0}.weight",
         "does not fit BF16", [],
