@@ -453,6 +453,8 @@ def _put_rounded(context: Context, key: str, values: Tensor, dtype: str, place: 
         at = tuple(int(i) for i in lost.nonzero()[0])
         left = became(float(back[at]), float(values[at]))
         message = f"{float(values[at]):.6g} at {list(at)} does not fit {dtype}{left}; use --target hf"
+        if bool(torch.isnan(values[at])):
+            message = f"nan at {list(at)}, which no target makes right; export this tensor again"
         tensor, experts = place.tensor, () if place.expert is None else (place.expert,)
         raise InputRefused(
             [Finding("kernel-scale-bad", "error", message, tensor.file, tensor.name, place.layer, experts)]

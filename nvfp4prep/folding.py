@@ -306,6 +306,8 @@ def _fold(checkpoint: Checkpoint, moe: MoeLayer) -> Fold | Finding | None:
     if bool(lost.any()):
         at = int(lost.nonzero()[0])
         product = f"{float(weight[at]):.6g} times {float(first[at]):.6g} at [{at}]"
+        if not bool(torch.isfinite(weight[at])):
+            return _refused(moe, f"{norm.name} ({norm.file}) is {float(weight[at])} at [{at}]; export it again")
         left = became(float(kept[at]), float(exact[at]))
         return _refused(moe, f"{norm.name} ({norm.file}), {product}, does not fit {norm.dtype}{left}{_KEPT}")
     factor = torch.where(weight == 0, first, kept / weight)

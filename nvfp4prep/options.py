@@ -73,7 +73,10 @@ def ask(checkpoint: Checkpoint, options: Options) -> Ask:
         refused = compressed_tensors.refusals(checkpoint, options.pre_quant_scale == "fold")
         if refused:
             raise InputRefused(refused)
-        return Ask(ScalePolicy(options.input_scale, "unify", options.impute), checkpoint.weight_only)
+        # int4's input scales have no place there: neither those that are missing, nor what is told of them, matter.
+        int4 = frozenset(linear.module for linear in checkpoint.schema.of_format(Format.INT4))
+        impute_ = "layer-max" if int4 and options.impute == "none" else options.impute
+        return Ask(ScalePolicy(options.input_scale, "unify", impute_), checkpoint.weight_only | int4)
     from nvfp4prep import targets
 
     schema, config = checkpoint.schema, checkpoint.config

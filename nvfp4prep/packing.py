@@ -277,7 +277,11 @@ def scalar_findings(layers: Sequence[MoeLayer], job: PackJob, resolution: Resolu
                     rows = wrong.flatten(1).any(1) if wrong.ndim > 1 else wrong
                     of_experts = wrong.ndim and wrong.shape[0] == len(experts)
                     ids = [experts[p] for p in positions_where(rows)] if of_experts else []
-                    message = f"{name} would be {kind}; the product or quotient of its scales does not fit its dtype"
+                    place = "" if of_experts or not wrong.ndim else f" at {wrong.nonzero()[0].tolist()}"
+                    why = "the product or quotient of its scales does not fit its dtype"
+                    if kind == "negative":
+                        why = "kernels' scales are above zero"
+                    message = f"{name} would be {kind}{place}; {why}; use --target hf, which keeps what is stored"
                     findings[kernel_refused(moe, job.target, message, ids)] = None
     return list(findings)
 

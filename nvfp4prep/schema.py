@@ -596,7 +596,8 @@ def _biases_fit(path: str, linears: Sequence[Linear], findings: list[Finding]) -
 
     if with_bias and len(with_bias) < len(linears):
         without = [linear for linear in linears if "bias" not in linear.params]
-        return error(without, f"{len(without)} of {len(linears)} linears have no bias; kernels take all or none")
+        odd, what = min((without, "no"), (with_bias, "a"), key=lambda pair: len(pair[0]))
+        return error(odd, f"{len(odd)} of {len(linears)} linears have {what} bias; kernels take all or none")
     for linear in with_bias:
         bias = linear.params["bias"]
         shape = (linear.rows,) if linear.experts is None else (linear.experts, linear.rows)

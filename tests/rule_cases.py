@@ -304,6 +304,9 @@ CASES: dict[str, Case] = {
     "unclassified": Case(QWEN, replace("model.layers.0.mlp.experts.3.gate_proj.weight", lambda t: t.to(torch.int16))),
     "expert-id": Case(QWEN, rename(r"(layers\.0\.mlp\.experts\.)3\.", r"\g<1>03.")),
     "expert-bias": Case(QWEN, biased),
+    "expert-parameter-uneven": Case(
+        QWEN, store("model.layers.0.mlp.experts.3.up_proj.weight_zero_point", torch.ones(2)), severity="warning"
+    ),
     "mixed-dialects": Case(QWEN, mixed_dialects),
     "router-shape": Case(QWEN, replace("model.layers.0.mlp.gate.weight", lambda t: t[:7])),
     "router-bias-dtype": Case(

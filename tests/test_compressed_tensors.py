@@ -166,6 +166,27 @@ def test_w4a8_becomes_weight_only(checkpoint: Fetch, tmp_path: Path) -> None:
     assert not [name for name in w4a8.tensors if "input" in name.rpartition(".")[2] or "scale_2" in name]
 
 
+@pytest.mark.parametrize(
+    "lacking",
+    [
+        r".*\.experts\..*",
+        re.escape(MLP0) + r"\.experts\.\d+\.down_proj\.",
+        re.escape(UP3) + r"\.",
+        re.escape(Q0) + r"\.",
+    ],
+)
+def test_w4a8_needs_no_input_scales(lacking: str, checkpoint: Fetch, tmp_path: Path) -> None:
+    """This form has no place for them; `hf` has, and refuses."""
+    source = damage.damaged(checkpoint(W4A8), tmp_path / "source", damage.drop(lacking + "input_scale"))
+    after = checked(source, tmp_path)
+    whole = converted(checkpoint(W4A8), tmp_path / "whole", *FOLD)
+    assert all(whole.tensors[name].same(tensor) for name, tensor in after.tensors.items())
+    assert after.tensors.keys() == whole.tensors.keys()
+    assert run("validate", source, *FOLD, "--level", "full").code == 0
+    kept = run("convert", source, tmp_path / "hf", "--json", "--dry-run")
+    assert (kept.code, {one["rule"] for one in kept.findings}) == (3, {"input-scale-missing"})
+
+
 def test_kv_scales_are_kept(checkpoint: Fetch, tmp_path: Path) -> None:
     after = checked(checkpoint("qwen3moe-nvfp4-expertsonly-fp8kv"), tmp_path)
     scheme = after.config["quantization_config"]["kv_cache_scheme"]
@@ -638,7 +659,7 @@ REFUSALS: dict[str, tuple[str, Damage, str, list[int], list[int]]] = {
         r"layernorm.weight \(model.*\), .* at \[\d+\], does not fit F16 \(it is subnormal there.*--target hf", [0], [],
     ),
     "a norm that is NaN": (
-        W4A16, damage.put(float("nan"), re.escape(NORM0)), r"nan times .* at \[1\], does not fit", [0], [],
+        W4A16, damage.put(float("nan"), re.escape(NORM0)), r"norm.weight \(model.*\) is nan at \[1\]; export", [0], [],
     ),
     "a gate of the shared expert in one dimension": (
         W4A16, beside_router("shared_expert_gate.weight", 256), "expert_gate.weight .* may read the norm", [0], [],
@@ -712,7 +733,9 @@ UNFIT: dict[str, tuple[str, Damage, str, str, list[int]]] = {
         W4A16, large_factors, f"{MLP0}.gate.weight",
         "does not fit BF16", [],
     ),
-    "a router that is NaN": (W4A16, router(lambda old: old * float("nan")), f"{MLP0}.gate.weight", "nan at", []),
+    "a router that is NaN": (
+        W4A16, router(lambda old: old * float("nan")), f"{MLP0}.gate.weight", "nan at .* export", [],
+    ),
     "a factor of o_proj": (
         W4A16, changed(f"{O0}.pre_quant_scale", lambda old: torch.full_like(old, 1e-39)), f"{O0}.weight",
         "does not fit BF16", [],

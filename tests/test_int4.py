@@ -266,7 +266,7 @@ REFUSALS: dict[str, tuple[str, Damage, str, str | None, str]] = {
         f"{UP3}.weight_scale_2", "1 of 24 linears lack weight_scale_2",
     ),
     "a bias of one expert": (
-        W4A16, replaced(f"{UP3}.bias", torch.zeros(128)), "expert-bias", None, "23 of 24 linears have no bias",
+        W4A16, replaced(f"{UP3}.bias", torch.zeros(128)), "expert-bias", f"{UP3}.bias", "1 of 24 linears have a bias",
     ),
     "input_scale NaN": (W4A8, bad_input(float("nan")), "input-scale-bad", f"{UP3}.input_scale", "1 of 16.* NaN"),
     "input_scale inf": (W4A8, bad_input(float("inf")), "input-scale-bad", f"{UP3}.input_scale", "1 of 16.* inf"),

@@ -276,6 +276,16 @@ def test_factors_that_are_no_factors(kind: str, target: str, value: float, check
     assert re.search("zero, inf or NaN", found[0]["message"]), found
 
 
+def test_a_negative_factor_has_a_place_and_a_remedy(checkpoint: Fetch, tmp_path: Path) -> None:
+    def change(ck: Editable) -> None:
+        for name in ck.names(rf"{re.escape(MLP0)}\.experts\.\d+\.(gate|up)_proj\.pre_quant_scale"):
+            ck.tensors[name][5] = -1.5
+
+    (found,) = refused(damage.damaged(checkpoint(W4A8), tmp_path / "source", change), "--target", SM90).findings
+    assert (found["rule"], found["layer"]) == ("kernel-scale-bad", 0)
+    assert re.search(r"fc1_act_scale would be negative at \[5\]; .* above zero; use --target hf", found["message"])
+
+
 SHARED = {
     f"{MLP0}.shared_expert.up_proj.weight": torch.zeros(64, 256, dtype=torch.uint8),
     f"{MLP0}.shared_expert.up_proj.weight_scale": torch.ones(128, 2),

@@ -24,6 +24,7 @@ from nvfp4prep.numerics import (
     pack_nibbles,
     quantize_dequantize_nvfp4,
     round_e2m1,
+    unfit,
     unpack_nibbles,
 )
 
@@ -465,3 +466,22 @@ def test_emulation_refuses_unusable_scales(scale: float | torch.Tensor) -> None:
         quantize_dequantize_nvfp4(torch.zeros(16), scale, 1.0)
     with pytest.raises(ValueError, match="floating"):
         quantize_dequantize_nvfp4(torch.zeros(16, dtype=torch.int32), 1.0, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_unfit_is_what_loses_more_than_a_normal_number(dtype: torch.dtype) -> None:
+    limits = torch.finfo(dtype)
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.exp2(torch.randint(-8, 4, (200, 64), generator=generator).float())
+    exact = torch.randn(200, 64, generator=generator) * scale * limits.smallest_normal
+    rounded = exact.to(dtype)
+    off = (rounded.double() - exact.double()).abs()
+    assert torch.equal(unfit(exact, rounded), (rounded == 0) | (off > exact.double().abs() * limits.eps / 2))
+    largest = exact.double().abs().amax(1, keepdim=True)
+    assert torch.equal(unfit(exact, rounded, rows=True), (rounded == 0) | (off > largest * limits.eps / 2))
+    assert not bool(unfit(exact, exact).any())
+
+
+def test_unfit_is_what_is_no_number_any_more() -> None:
+    exact = torch.tensor([0.0, -0.0, 1.0, 1e39, 3.4e38, float("nan"), 1e-45])
+    assert unfit(exact, exact.to(torch.bfloat16)).tolist() == [False, False, False, True, True, True, True]

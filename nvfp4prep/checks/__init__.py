@@ -27,6 +27,7 @@ HEADERS: tuple[Check, ...] = (
     model.differing_sizes,
     experts.unquantized,
     experts.shared_unquantized,
+    experts.uneven,
     experts.router_shape,
     experts.router_bias,
     awq.missing,

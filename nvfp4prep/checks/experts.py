@@ -8,8 +8,10 @@ from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.findings import Finding, counted, named, ranges
 from nvfp4prep.header import TensorInfo, short
 from nvfp4prep.model_config import sections
-from nvfp4prep.schema import Format, MoeLayer
+from nvfp4prep.schema import SCALAR_PARAMS, Format, MoeLayer
 
+_OWN_RULES = frozenset({"weight", "weight_scale", *SCALAR_PARAMS, "pre_quant_scale", "bias"})
+"""Parameters whose absence is told by `schema`, `scales` and `awq`."""
 _ROUTERS = ("gate", "router", "router.layer", "router.classifier")
 _SHARED = ("shared_expert", "shared_experts")
 _BIASES = ("e_score_correction_bias", "expert_bias", "moe_statics.e_score_correction_bias")
@@ -56,6 +58,29 @@ def shared_unquantized(checkpoint: Checkpoint) -> Iterable[Finding]:
         tensor = found[0][1].params["weight"]
         message = f"the shared experts of {named('layer', layers)} are 16-bit; engines can't fuse them with the routed"
         yield Finding("shared-expert-unquantized", "info", message, tensor.file, tensor.name)
+
+
+def uneven(checkpoint: Checkpoint) -> Iterable[Finding]:
+    """NVP326: parameters that only some of a layer's experts have, but those that rules of their own are for."""
+    for moe in checkpoint.schema.moe_layers:
+        for projection in ("gate", "up", "down"):
+            linears = [linear for linear in (getattr(expert, projection) for expert in moe.experts) if linear]
+            for param in sorted({param for linear in linears for param in linear.params} - _OWN_RULES):
+                having = [linear for linear in linears if param in linear.params]
+                if len(having) == len(linears):
+                    continue
+                lacking = [linear for linear in linears if param not in linear.params]
+                odd, what = min((lacking, "lack"), (having, "have"), key=lambda pair: len(pair[0]))
+                yield Finding(
+                    "expert-parameter-uneven",
+                    "warning",
+                    f"{moe.path} {projection}: {len(odd)} of {len(linears)} experts {what} {param}; kernels take "
+                    "one for all or for none; export again, or remove it",
+                    odd[0].params["weight"].file,
+                    odd[0].tensor_name(param),
+                    moe.layer,
+                    tuple(sorted(linear.expert for linear in odd if linear.expert is not None)),
+                )
 
 
 def router_shape(checkpoint: Checkpoint) -> Iterable[Finding]:

@@ -230,9 +230,9 @@ RULES: tuple[Rule, ...] = (
         why="MoE kernels take a bias for every expert or for none, so that the layer can't be stacked.",
         fix="Export the checkpoint again with the biases of all experts, or without any.",
         example=(
-            "error NVP316 [expert-bias] layer 3, experts 0-127, model.layers.3.mlp.experts.0.gate_proj.bias, "
-            "model-00001-of-00004.safetensors: model.layers.3.mlp: 383 of 384 linears have no bias; kernels take all "
-            "or none"
+            "error NVP316 [expert-bias] layer 3, expert 5, model.layers.3.mlp.experts.5.gate_proj.bias, "
+            "model-00001-of-00004.safetensors: model.layers.3.mlp: 1 of 384 linears have a bias; kernels take all or "
+            "none"
         ),
     ),
     Rule(
@@ -382,6 +382,24 @@ RULES: tuple[Rule, ...] = (
             "error NVP325 [fp8-scale-missing] layer 3, model.layers.3.self_attn.q_proj.weight, "
             "model-00001-of-00004.safetensors: an FP8 weight without weight_scale, which its values can't be told "
             "without; export it again"
+        ),
+    ),
+    Rule(
+        "NVP326",
+        "expert-parameter-uneven",
+        "warning",
+        "headers",
+        "a parameter that only some experts of a layer have",
+        why=(
+            "A MoE kernel takes a parameter for all experts of a layer or for none, so that one of a few experts has "
+            "no place there. `--target hf` copies it as it is; packed targets refuse it."
+        ),
+        fix="Export the checkpoint again, or remove the parameter where it says nothing.",
+        example=(
+            "warning NVP326 [expert-parameter-uneven] layer 3, expert 5, "
+            "model.layers.3.mlp.experts.5.up_proj.weight_zero_point, model-00001-of-00004.safetensors: "
+            "model.layers.3.mlp up: 1 of 128 experts have weight_zero_point; kernels take one for all or for none; "
+            "export again, or remove it"
         ),
     ),
 )

@@ -52,7 +52,8 @@ RULES: tuple[Rule, ...] = (
         ),
         example=(
             "error NVP703 [kernel-scale-bad] layer 3, experts 0-127: flashinfer-trtllm/vllm: model.layers.3.mlp: "
-            "g1_scale_c would be zero; the product or quotient of its scales does not fit its dtype"
+            "g1_scale_c would be zero; the product or quotient of its scales does not fit its dtype; use --target hf, "
+            "which keeps what is stored"
         ),
     ),
     Rule(
