@@ -35,8 +35,6 @@ from nvfp4prep.errors import (
 from nvfp4prep.findings import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from nvfp4prep.convert import Prepared, Result
     from nvfp4prep.findings import Finding
     from nvfp4prep.schema import Schema
@@ -378,7 +376,8 @@ def convert(
         whole = (keep_source or scheduler is not None) and not dry_run
         workspace = None if dry_run else writer.destination(out).parent
         checkpoint = read_checkpoint(src) if whole else peek_checkpoint(src, workspace)
-        pinned = f"{checkpoint.source.spec}@{checkpoint.source.revision}" if checkpoint.source.revision else src
+        revision = checkpoint.source.revision  # others read the same commit, or the same path from where they are
+        pinned = f"{checkpoint.source.spec}@{revision}" if revision else str(Path(src).expanduser().absolute())
         names = _resolve_targets(targets, gpu, checkpoint.schema)
         prepared = []
         for number, name in enumerate(names):
@@ -399,8 +398,7 @@ def convert(
         if share is not None:
             from nvfp4prep.sharing import SharedJob
 
-            named = pinned if checkpoint.source.revision else str(Path(src).expanduser().absolute())
-            job = SharedJob(named, tuple(one.options for one in prepared), share.count, overwrite)
+            job = SharedJob(pinned, tuple(one.options for one in prepared), share.count, overwrite)
             with _progress(total // share.count, bar=not as_json, enabled=not quiet) as advance:
                 conversion.write_share(
                     prepared, out, share, job, overwrite=overwrite, workers=threads, progress=advance

@@ -40,7 +40,7 @@ def on_dask(
 
     Args:
         scheduler: address, tcp://host:port.
-        src: the checkpoint as named to this process; a path must be one that workers see too.
+        src: the checkpoint; a path is absolute, and one that workers see too.
         options, folders: of each target, as given to `decide`.
         out: OUT, on storage that workers share.
 
@@ -56,7 +56,6 @@ def on_dask(
         raise EnvironmentFault(
             "--executor dask needs Dask: pip install 'nvfp4prep[distributed]' (in a clone: '.[distributed]')"
         ) from None
-    place = str(Path(src).absolute()) if Path(src).exists() else src
 
     def elsewhere(identity: str) -> Elsewhere:
         def run(todo: Sequence[int]) -> Iterator[tuple[int, Outcome]]:
@@ -65,9 +64,7 @@ def on_dask(
             except (OSError, TimeoutError, ValueError) as error:
                 raise EnvironmentFault(f"--scheduler {scheduler}: no Dask scheduler answers ({error})") from None
             with client:
-                yield from _gathered(
-                    client, todo, (place, tuple(options), tuple(folders), str(out.absolute()), identity)
-                )
+                yield from _gathered(client, todo, (src, tuple(options), tuple(folders), str(out.absolute()), identity))
 
         return run
 

@@ -367,8 +367,7 @@ def _floats(context: Context, tensor: TensorInfo) -> Tensor:
 
 
 def _bytes(context: Context, tensor: TensorInfo) -> Tensor:
-    raw = bytearray(context.read(tensor, 0, tensor.nbytes))
-    return torch.frombuffer(raw, dtype=torch.uint8).view(tensor.shape)
+    return torch.from_numpy(context.read_own(tensor, 0, tensor.nbytes)).view(tensor.shape)
 
 
 def _compress(context: Context, step: Compress) -> None:

@@ -584,6 +584,15 @@ def _per_expert_layer(
     return MoeLayer(path, kind, len(experts), hidden, intermediate, gated, experts)
 
 
+def odd_ones(linears: Sequence[Linear], param: str) -> tuple[list[Linear], bool] | None:
+    """The fewer of those that have a parameter and those that lack it, and whether these lack it; None if all agree."""
+    without = [linear for linear in linears if param not in linear.params]
+    having = [linear for linear in linears if param in linear.params]
+    if not without or not having:
+        return None
+    return (without, True) if len(without) <= len(having) else (having, False)
+
+
 def _biases_fit(path: str, linears: Sequence[Linear], findings: list[Finding]) -> bool:
     """Whether the experts' linears all have a bias that fits, or none has one; appends a finding otherwise."""
     with_bias = [linear for linear in linears if "bias" in linear.params]
@@ -594,9 +603,9 @@ def _biases_fit(path: str, linears: Sequence[Linear], findings: list[Finding]) -
         findings.append(Finding("expert-bias", "error", f"{path}: {message}", file, name, layer_number(path), ids))
         return False
 
-    if with_bias and len(with_bias) < len(linears):
-        without = [linear for linear in linears if "bias" not in linear.params]
-        odd, what = min((without, "no"), (with_bias, "a"), key=lambda pair: len(pair[0]))
+    if uneven := odd_ones(linears, "bias"):
+        odd, lacking = uneven
+        what = "no" if lacking else "a"
         return error(odd, f"{len(odd)} of {len(linears)} linears have {what} bias; kernels take all or none")
     for linear in with_bias:
         bias = linear.params["bias"]
@@ -610,11 +619,11 @@ def _biases_fit(path: str, linears: Sequence[Linear], findings: list[Finding]) -
 
 def _global_scales_alike(path: str, linears: Sequence[Linear], findings: list[Finding]) -> bool:
     """Whether all int4 linears of a layer have a weight_scale_2 (W4A8), or none; appends a finding otherwise."""
-    without = [linear for linear in linears if "weight_scale_2" not in linear.params]
-    with_one = [linear for linear in linears if "weight_scale_2" in linear.params]
-    if not without or not with_one:
+    uneven = odd_ones(linears, "weight_scale_2")
+    if uneven is None:
         return True
-    odd, what = min((without, "lack"), (with_one, "have"), key=lambda pair: len(pair[0]))
+    odd, lacking = uneven
+    what = "lack" if lacking else "have"
     ids = tuple(sorted({linear.expert for linear in odd if linear.expert is not None}))
     message = (
         f"{path}: {len(odd)} of {len(linears)} linears {what} weight_scale_2: all have one (W4A8) or none (W4A16); "

@@ -245,6 +245,9 @@ def _of_values(checkpoint: Checkpoint, options: Options, asked: Ask, job: Job, w
         return [Finding("target-refused", "error", f"{job.pack.target.layout}: {error}")]
     except InputRefused as refused:
         return list(refused.findings)
+    scales = layer_facts.group_scale_findings(source, schema, packed, resolution, workers)
+    if not job.folds:
+        return scales
     instead = packing.divided(job.folds, packed.target.common, 0)
     plan = packing.make_packed_plan(
         source.tensors,
@@ -258,10 +261,7 @@ def _of_values(checkpoint: Checkpoint, options: Options, asked: Ask, job: Job, w
         instead,
         0,
     )
-    return [
-        *layer_facts.group_scale_findings(source, schema, packed, resolution, workers),
-        *rehearse(source, plan, [job], workers, (Divide,)),
-    ]
+    return [*scales, *rehearse(source, plan, [job], workers, (Divide,))]
 
 
 # --- outputs of convert ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.findings import Finding, counted, named, ranges
 from nvfp4prep.header import TensorInfo, short
 from nvfp4prep.model_config import sections
-from nvfp4prep.schema import SCALAR_PARAMS, Format, MoeLayer
+from nvfp4prep.schema import SCALAR_PARAMS, Format, MoeLayer, odd_ones
 
 _OWN_RULES = frozenset({"weight", "weight_scale", *SCALAR_PARAMS, "pre_quant_scale", "bias"})
 """Parameters whose absence is told by `schema`, `scales` and `awq`."""
@@ -66,11 +66,10 @@ def uneven(checkpoint: Checkpoint) -> Iterable[Finding]:
         for projection in ("gate", "up", "down"):
             linears = [linear for linear in (getattr(expert, projection) for expert in moe.experts) if linear]
             for param in sorted({param for linear in linears for param in linear.params} - _OWN_RULES):
-                having = [linear for linear in linears if param in linear.params]
-                if len(having) == len(linears):
+                found = odd_ones(linears, param)
+                if found is None:
                     continue
-                lacking = [linear for linear in linears if param not in linear.params]
-                odd, what = min((lacking, "lack"), (having, "have"), key=lambda pair: len(pair[0]))
+                odd, what = found[0], "lack" if found[1] else "have"
                 yield Finding(
                     "expert-parameter-uneven",
                     "warning",
