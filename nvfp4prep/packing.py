@@ -81,7 +81,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+FLOAT_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @dataclass(frozen=True)
@@ -391,7 +391,7 @@ def stacked_specs(moe: MoeLayer, rank: Rank, target: Target) -> dict[str, Spec]:
 
 def _small_specs(moe: MoeLayer, rank: Rank, job: PackJob, resolution: Resolution) -> dict[str, Spec]:
     parameters = rank_parameters(moe, rank, job, resolution)
-    return {name: (_NAMES[value.dtype], tuple(value.shape)) for name, value in parameters.items()}
+    return {name: (FLOAT_NAMES[value.dtype], tuple(value.shape)) for name, value in parameters.items()}
 
 
 def divided(folds: Mapping[str, Fold], folder: str, number: int) -> dict[str, Step]:

@@ -17,7 +17,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id  # typ
 from nvfp4prep import remote
 from nvfp4prep.card import README, card, read_manifests
 from nvfp4prep.errors import EnvironmentFault, UsageFault
-from nvfp4prep.manifest import MANIFEST
+from nvfp4prep.manifest import MANIFEST, NO_OUTPUTS, listed_outputs
 from nvfp4prep.source import HubRepo, hub_advice, hub_repo
 
 T = TypeVar("T")
@@ -134,13 +134,13 @@ def push(out: Path, repo: HubRepo, *, private: bool = False, quiet: bool = False
 def _check_complete(out: Path, manifests: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse an output that lacks files of its manifests, or has them at other sizes. Raises UsageFault."""
     for folder, manifest in manifests.items():
-        outputs = manifest.get("outputs")
-        if not isinstance(outputs, Mapping) or not outputs:
-            raise UsageFault(f"{out / folder / MANIFEST}: names no outputs; convert again")
-        for file, entry in outputs.items():
-            path, wanted = out / folder / file, entry.get("bytes") if isinstance(entry, Mapping) else None
+        outputs = listed_outputs(manifest)
+        if not outputs:
+            raise UsageFault(f"{out / folder / MANIFEST}: {NO_OUTPUTS}; convert again")
+        for file, (wanted, _) in outputs.items():
+            path = out / folder / file
             found = path.stat().st_size if path.is_file() else None
-            if found is None or found != wanted:
+            if found != wanted:
                 what = "is missing" if found is None else f"has {found:,} bytes"
                 raise UsageFault(
                     f"{path}: {what}, {MANIFEST} says {wanted} bytes; it can't be pushed: convert again, or look with "

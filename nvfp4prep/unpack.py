@@ -25,6 +25,7 @@ from nvfp4prep.model_config import is_tied
 from nvfp4prep.numerics import raw_bytes
 from nvfp4prep.packing import (
     DTYPES,
+    FLOAT_NAMES,
     PackJob,
     fact_names,
     manifest_entry,
@@ -64,7 +65,6 @@ _MAX_RANKS = 1024
 _MAX_EXPERTS = 1 << 16
 """More than any model or cluster has: a damaged manifest must not make loops of a number."""
 _OWN = ".experts" + OWN
-_NAMES = {dtype: name for name, dtype in DTYPES.items() if name.startswith(("F32", "F16", "BF16"))}
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ def _small_specs(moe: MoeLayer, rank: Rank, target: Target, config: Mapping[str,
     named |= {
         target.prefix(moe) + name: value for name, value in target.module.parameters(scales, kernel, facts).items()
     }
-    return {name: (_NAMES[value.dtype], tuple(value.shape)) for name, value in named.items()}
+    return {name: (FLOAT_NAMES[value.dtype], tuple(value.shape)) for name, value in named.items()}
 
 
 def _check_files(packed: Packed) -> None:
