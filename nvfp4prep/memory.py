@@ -5,8 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from nvfp4prep.errors import EnvironmentFault
-from nvfp4prep.plan import READ_BYTES, Compress, Dequantize, Divide, Item, Pack, Plan, RescaleBlocks, Step, Widen
-from nvfp4prep.schema import Linear
+from nvfp4prep.plan import (
+    READ_BYTES,
+    Compress,
+    Dequantize,
+    Divide,
+    Item,
+    Pack,
+    Plan,
+    RescaleBlocks,
+    Step,
+    Widen,
+    step_reads,
+)
 
 _COPIES = 3
 """Of a worker's largest item: as read, in between, as written. Measured in docs/performance.md."""
@@ -53,11 +64,8 @@ def _held(item: Item) -> int:
 
 def _held_by(step: Step) -> int:
     match step:
-        case Pack():
-            linears = (*step.moe.w13, *step.moe.w2)
-            return sum(_stored(linear) for linear in linears) // step.moe.expert_count
-        case Compress():
-            return _stored(step.linear)
+        case Pack() | Compress():
+            return step_reads(step)
         case Dequantize():
             return 4 * step.linear.rows * step.linear.columns
         case Divide():
@@ -66,10 +74,6 @@ def _held_by(step: Step) -> int:
             return 3 * min(step.tensor.nbytes, READ_BYTES)
         case _:
             return READ_BYTES
-
-
-def _stored(linear: Linear) -> int:
-    return sum(tensor.nbytes for tensor in linear.params.values())
 
 
 def _system() -> int | None:

@@ -189,11 +189,12 @@ def shards_read(item: Item) -> frozenset[str]:
 
 
 def bytes_read(item: Item) -> int:
-    """Bytes of the source that an item's steps read; of a fused expert's tensors, its own."""
-    return sum(map(_bytes_read, item.steps))
+    """Bytes of the source that an item's steps read."""
+    return sum(map(step_reads, item.steps))
 
 
-def _bytes_read(step: Step) -> int:
+def step_reads(step: Step) -> int:
+    """Bytes of the source that a step reads; of a fused expert's tensors, its own."""
     if isinstance(step, Copy):
         return step.length
     whole = sum(tensor.nbytes for tensor in _tensors_read(step))

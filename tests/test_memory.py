@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import bench
@@ -15,6 +16,7 @@ from runner import run
 from nvfp4prep import convert, memory
 from nvfp4prep.checkpoint import read_checkpoint
 from nvfp4prep.options import Options
+from nvfp4prep.plan import Pack
 
 MIB, GIB = 1 << 20, 1 << 30
 WORKERS = 2
@@ -86,6 +88,18 @@ def test_too_little_memory(checkpoint: Callable[[str], Path], tmp_path: Path, mo
     monkeypatch.setattr(memory, "available", lambda: memory.needed(plan, 1) - 1)
     assert "even one worker needs" in run(*arguments).stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["qwen3moe-nvfp4-perexpert", "llama4-nvfp4"])
+def test_a_worker_holds_one_expert(checkpoint: Callable[[str], Path], name: str) -> None:
+    source = read_checkpoint(str(checkpoint(name)))
+    plan = convert.decide(source, Options("vllm-marlin")).plan
+    moe = source.schema.moe_layers[0]
+    layer = sum(linear.params[param].nbytes for linear in (*moe.w13, *moe.w2) for param in ("weight", "weight_scale"))
+    items = [item for item in plan.items if isinstance(item.steps[0], Pack)]
+    assert len(items) == sum(moe.expert_count for moe in source.schema.moe_layers)
+    one = replace(plan, items=tuple(items))
+    assert memory.needed(one, 5) - memory.needed(one, 2) == 3 * 3 * (layer // moe.expert_count)
 
 
 def test_what_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
