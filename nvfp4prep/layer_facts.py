@@ -6,6 +6,7 @@ kernels with two alphas. `group_scale_findings` looks at all int4 scales, for `v
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -144,7 +145,7 @@ def facts_of_layers(
             unfit[moe.path, expert] = str(error)
             return {}
         matrices = [matrix for matrix in (logical.gate, logical.up, logical.down) if matrix is not None]
-        if bad := vllm_marlin.unusable_blocks(torch.cat([matrix.scale.flatten() for matrix in matrices])):
+        if bad := sum((Counter(vllm_marlin.unusable_blocks(matrix.scale)) for matrix in matrices), Counter()):
             unusable.setdefault(moe.path, {})[expert] = bad
         ep_rank = expert // (moe.expert_count // target.ep)
         found = {}
@@ -181,8 +182,8 @@ def largest_codes(expert: Expert) -> tuple[int, int]:
     """The largest positive E4M3 codes of an expert's w13 and w2 block scales, NaN left out; 0 for no codes."""
 
     def largest(codes: Tensor) -> int:
-        positive = codes[codes < E4M3_NAN]
-        return int(positive.max()) if positive.numel() else 0
+        top = int(codes.max()) if codes.numel() else 0
+        return top if top < E4M3_NAN else int(torch.where(codes < E4M3_NAN, codes, 0).max())
 
     halves = [half.scale for half in (expert.gate, expert.up) if half is not None]
     return max(map(largest, halves)), largest(expert.down.scale)

@@ -14,8 +14,8 @@ def repack(weight: Tensor) -> Tensor:
     `q[K, N].view(K/16, 2, 4, 2, N/64, 4, 2, 8).permute(0, 4, 7, 2, 5, 3, 6, 1).reshape(K/16, 2N, 8)`, then int32 = sum
     of nibble_i << 4i. The bytes of vLLM's `gptq_marlin_repack` (no act-order, 16-bit activations); golden vectors.
 
-    Computed in three moves: words of 16 k's to their line of 64 bytes, which holds 8 n's; nibbles swapped inside each
-    word; bytes in order inside each line.
+    Computed in moves of whole words: within each 16 k's of a row, nibbles that share a byte; between rows n and n + 8,
+    bytes that stand side by side; then a transpose, and pairs of bytes in order within 64 n's.
 
     Args:
         weight: U8 [N, K/2], low nibble = even k; N a multiple of 64, K of 16.
@@ -24,17 +24,15 @@ def repack(weight: Tensor) -> Tensor:
         I32 [K/16, 2N].
     """
     rows, half = weight.shape
-    words = weight.contiguous().view(torch.int64).view(rows // 64, 4, 2, 8, half // 8).permute(4, 0, 3, 1, 2)
-    lines = _swap_nibbles(words.contiguous()).view(torch.uint8).view(-1, 64)
-    return _take_bytes(lines, _LINE_ORDER).view(torch.int32).view(half // 8, 2 * rows)
+    words = _swap_rows(_swap_nibbles(weight.contiguous().view(torch.int64)))
+    return _take_pairs(words.T.contiguous(), _PAIR_ORDER).view(torch.int32).view(half // 8, 2 * rows)
 
 
 def unpack(packed: Tensor) -> Tensor:
     """The inverse of repack: U8 [N, K/2] from I32 [K/16, 2N]."""
     tiles, double = packed.shape
-    lines = _take_bytes(packed.contiguous().view(torch.uint8).view(-1, 64), _LINE_SOURCE)
-    words = _swap_nibbles(lines.view(torch.int64)).view(tiles, double // 128, 8, 4, 2).permute(1, 3, 4, 2, 0)
-    return words.contiguous().view(torch.uint8).view(double // 2, tiles * 8)
+    words = _take_pairs(packed.contiguous(), _PAIR_SOURCE).view(torch.int64).view(tiles, double // 2)
+    return _swap_nibbles(_swap_rows(words.T.contiguous())).view(torch.uint8)
 
 
 def _swap_nibbles(words: Tensor) -> Tensor:
@@ -43,25 +41,48 @@ def _swap_nibbles(words: Tensor) -> Tensor:
     Of a word's 16 k's, k and k + 8 come to share a byte, and even k's stand before odd ones.
 
     Args:
-        words: I64, little-endian; taken over by the result.
+        words: I64 [N, K/16], little-endian.
     """
     moved = words >> 28
     moved ^= words
     moved &= 0xF0F0F0F0
-    words ^= moved
+    swapped = words ^ moved
     moved <<= 28
-    words ^= moved
+    swapped ^= moved
+    return swapped
+
+
+def _swap_rows(words: Tensor) -> Tensor:
+    """Odd bytes of each row n exchanged with the even bytes of row n + 8, within 16 rows: its own inverse.
+
+    Args:
+        words: I64 [N, K/16], little-endian, contiguous; changed in place.
+    """
+    upper, lower = words.view(words.shape[0] // 16, 2, -1).unbind(1)
+    moved = upper >> 8
+    moved ^= lower
+    moved &= 0x00FF00FF00FF00FF
+    lower ^= moved
+    moved <<= 8
+    upper ^= moved
     return words
 
 
-_LINE_ORDER = np.arange(64).reshape(4, 2, 2, 4).transpose(3, 0, 2, 1).reshape(64)
-"""Source byte of each byte of a line: (n/16, n/8, k%2, k/2), n within 64 and k within 8, to (k/2, n/16, k%2, n/8)."""
-_LINE_SOURCE = np.argsort(_LINE_ORDER)
+_PAIR_ORDER = np.arange(256).reshape(4, 2, 8, 2, 2).transpose(2, 4, 1, 0, 3).reshape(256)
+"""Source of each pair of bytes among 64 n's of 16 k's: (n/16, k/2%2, n%8, k%2, k/4), k within 8 and each pair of n and
+n + 8, to (n%8, k/4, k/2%2, n/16, k%2)."""
+_PAIR_SOURCE = np.argsort(_PAIR_ORDER)
 
 
-def _take_bytes(lines: Tensor, order: NDArray[np.intp]) -> Tensor:
-    """Byte i of each line from its byte order[i]; U8 [lines, 64]. NumPy's take is several times faster than torch's."""
-    return torch.from_numpy(lines.numpy().take(order, 1))
+def _take_pairs(values: Tensor, order: NDArray[np.intp]) -> Tensor:
+    """Pair i of bytes from pair order[i], within each 512 bytes; I16. NumPy's take is several times as fast as torch's.
+
+    Args:
+        values: of any dtype, contiguous.
+        order: 256 numbers.
+    """
+    pairs = values.view(torch.int16).view(-1, len(order)).numpy()
+    return torch.from_numpy(pairs.take(order, 1))
 
 
 def _orders() -> tuple[Tensor, Tensor]:
@@ -87,3 +108,15 @@ def permute_columns(values: Tensor, order: Tensor) -> Tensor:
 def restore_columns(values: Tensor, order: Tensor) -> Tensor:
     """The inverse of permute_columns."""
     return permute_columns(values, torch.argsort(order))
+
+
+def turn(scale: Tensor, order: Tensor) -> Tensor:
+    """Scales [N, G] as [G, N] with columns in Marlin's order. Whole rows are moved before they become columns."""
+    runs = scale.contiguous().view(_BITS[scale.element_size()]).view(-1, len(order), scale.shape[1]).numpy()
+    rows = torch.from_numpy(runs.take(order.numpy(), 1)).view(scale.shape)
+    return rows.T.contiguous().view(scale.dtype)
+
+
+def turn_back(turned: Tensor, order: Tensor) -> Tensor:
+    """The inverse of turn."""
+    return restore_columns(turned, order).T.contiguous()

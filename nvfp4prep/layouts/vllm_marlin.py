@@ -137,17 +137,27 @@ def lost_blocks(expert: Expert, facts: LayerFacts) -> int:
     """How many of an expert's block scales do not come back from `pack`: flushed, once `unusable_blocks` is empty."""
     flush = facts.engine == "vllm"
     matrices = ((expert.gate, facts.w13_factor), (expert.up, facts.w13_factor), (expert.down, facts.w2_factor))
-    count = 0
-    for matrix, factor in matrices:
-        if matrix is not None:
-            lost = torch.zeros(256, dtype=torch.bool)
-            lost[list(lost_codes(factor, flush))] = True
-            count += int(np.count_nonzero(lost.numpy().take(matrix.scale.numpy())))
-    return count
+    return sum(
+        int(np.count_nonzero(matrix.scale.numpy() - np.uint8(first) <= last - first))
+        for matrix, factor in matrices
+        if matrix is not None
+        for first, last in _lost_ranges(factor, flush)
+    )
+
+
+@lru_cache(maxsize=64)
+def _lost_ranges(factor: float, flush: bool) -> tuple[tuple[int, int], ...]:
+    """The first and last of each run of `lost_codes`."""
+    codes = lost_codes(factor, flush)
+    starts = [code for code in codes if code - 1 not in codes]
+    ends = [code for code in codes if code + 1 not in codes]
+    return tuple(zip(starts, ends, strict=True))
 
 
 def unusable_blocks(codes: Tensor) -> dict[str, int]:
     """How many block scales S0E5M3 has no code for: those with the sign bit set (-0 too), and NaN."""
+    if not codes.numel() or int(codes.max()) < E4M3_NAN:
+        return {}
     nan = (codes & E4M3_NAN) == E4M3_NAN
     negative = (codes > E4M3_NAN) & ~nan
     return {kind: count for kind, count in (("negative", int(negative.sum())), ("NaN", int(nan.sum()))) if count}
@@ -173,13 +183,11 @@ _SCALE_ORDER = marlin_repack.GROUPED_ORDER.view(-1, 4)[:, [0, 2, 1, 3]].reshape(
 
 def _pack_scale(scale: Tensor, factor: float, flush: bool) -> Tensor:
     codes = torch.from_numpy(recode_table(factor, flush).numpy().take(scale.numpy()))
-    return marlin_repack.permute_columns(codes.T.contiguous(), _SCALE_ORDER)
+    return marlin_repack.turn(codes, _SCALE_ORDER)
 
 
 def _unpack_scale(packed: Tensor, factor: float, flush: bool) -> Tensor:
-    codes = restore_table(factor, flush)[packed.long()]
-    columns = codes.reshape(-1, 4)[:, [0, 2, 1, 3]].reshape(codes.shape)
-    return marlin_repack.restore_columns(columns, marlin_repack.GROUPED_ORDER).T.contiguous()
+    return marlin_repack.turn_back(restore_table(factor, flush)[packed.long()], _SCALE_ORDER)
 
 
 # --- one expert -------------------------------------------------------------------------------------------------------

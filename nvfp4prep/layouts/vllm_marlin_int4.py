@@ -72,11 +72,11 @@ def _order(groups: int) -> Tensor:
 
 
 def _pack_scale(scale: Tensor) -> Tensor:
-    return marlin_repack.permute_columns(scale.T.contiguous(), _order(scale.shape[1]))
+    return marlin_repack.turn(scale, _order(scale.shape[1]))
 
 
 def _unpack_scale(packed: Tensor) -> Tensor:
-    return marlin_repack.restore_columns(packed, _order(packed.shape[0])).T.contiguous()
+    return marlin_repack.turn_back(packed, _order(packed.shape[0]))
 
 
 def pack(expert: Expert, geometry: Geometry, facts: LayerFacts) -> dict[str, Tensor]:
