@@ -136,6 +136,12 @@ _STRING = rb'"(?:[^"\\]++|\\.)*+"'
 _SPACE = rb"[ \t\n\r]*+"
 _NAME = re.compile(_SPACE + rb"(" + _STRING + rb")" + _SPACE + rb":" + _SPACE, re.DOTALL)
 _VALUE = re.compile(rb'(\{(?:[^{}"]++|' + _STRING + rb")*+\}|null)" + _SPACE + rb"([,}])", re.DOTALL)
+# What writers write, without spaces or escapes, is read by patterns alone; the JSON parser takes longer.
+_COUNT = rb"(?:0|[1-9][0-9]{0,17})"
+_PLAIN_NAME = re.compile(rb'"[ !#-\[\]-~]*+"')
+_PLAIN_ENTRY = re.compile(
+    rb'\{"dtype":"([A-Z0-9_]+)","shape":\[((?:%b(?:,%b)*+)?)\],"data_offsets":\[(%b),(%b)\]\}' % (4 * (_COUNT,))
+)
 _OPEN, _EMPTY, _REST = re.compile(_SPACE + rb"\{"), re.compile(_SPACE + rb"\}"), re.compile(_SPACE)
 
 
@@ -178,7 +184,7 @@ def _entries(raw: bytes) -> Iterator[tuple[str, bytes]]:
             raise HeaderError(f"the header is not JSON: at byte {position} a name was expected")
         if len(key[1]) > _MAX_NAME:
             raise HeaderError(f"at byte {position} stands a name of {len(key[1])} bytes, over {_MAX_NAME}")
-        name = _json(key[1])
+        name = key[1][1:-1].decode("ascii") if _PLAIN_NAME.fullmatch(key[1]) else _json(key[1])
         if b"\\" in key[1]:
             try:
                 name.encode("utf-8")
@@ -204,11 +210,17 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_COUNT
 
 
-def _parse_tensor(
-    name: str, raw: bytes, file: str, base: int, shapes: dict[tuple[int, ...], tuple[int, ...]]
-) -> TensorInfo:
-    if len(raw) > _MAX_ENTRY_BYTES:
-        raise HeaderError(f"the entry of {short(name)} has {len(raw)} bytes, over {_MAX_ENTRY_BYTES}")
+Values = tuple[str, list[int], list[int]]
+"""dtype, shape and data_offsets of an entry."""
+
+
+def _plain_values(dtype: bytes, shape: bytes, start: bytes, end: bytes) -> Values:
+    """From the groups of `_PLAIN_ENTRY`."""
+    return dtype.decode("ascii"), [int(size) for size in shape.split(b",") if size], [int(start), int(end)]
+
+
+def _any_values(name: str, raw: bytes) -> Values:
+    """From any JSON. Raises HeaderError where it is not what it should be."""
     entry = _json(raw)
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise HeaderError(f"the entry of {short(name)} must hold dtype, shape and data_offsets")
@@ -217,6 +229,21 @@ def _parse_tensor(
         raise HeaderError(f"{short(name)} has dtype {short(dtype)} and shape {short(shape)}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
         raise HeaderError(f"{short(name)} has data_offsets {short(offsets)}, not two counts")
+    if b"-" in raw:  # -0, which Python takes for a count
+        raise HeaderError(f"the entry of {short(name)} holds a negative number")
+    return dtype, shape, offsets
+
+
+def _parse_tensor(
+    name: str, raw: bytes, file: str, base: int, shapes: dict[tuple[int, ...], tuple[int, ...]]
+) -> TensorInfo:
+    if len(raw) > _MAX_ENTRY_BYTES:
+        raise HeaderError(f"the entry of {short(name)} has {len(raw)} bytes, over {_MAX_ENTRY_BYTES}")
+    plain = _PLAIN_ENTRY.fullmatch(raw)
+    if plain is not None:
+        dtype, shape, offsets = _plain_values(*plain.groups())
+    else:
+        dtype, shape, offsets = _any_values(name, raw)
     try:
         expected = tensor_bytes(dtype, shape)
     except HeaderError as error:
@@ -225,8 +252,6 @@ def _parse_tensor(
         raise HeaderError(
             f"{short(name)} ({dtype} {shape}) needs {expected} bytes, its offsets hold {offsets[1] - offsets[0]}"
         )
-    if b"-" in raw:  # -0, which Python takes for a count
-        raise HeaderError(f"the entry of {short(name)} holds a negative number")
     kept = tuple(shape)  # one object for all tensors of a shape
     return TensorInfo(
         name, sys.intern(dtype), shapes.setdefault(kept, kept), file, base + offsets[0], base + offsets[1]

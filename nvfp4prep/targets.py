@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -291,8 +292,12 @@ def check_target(
 def taken_names(tensors: Mapping[str, TensorInfo], schema: Schema, target: Target) -> list[Finding]:
     """Tensors of a checkpoint under names that are nvfp4prep's own in the packed output, as errors."""
     ours = {prefix: moe for moe in target.layers(schema) for prefix in target.reserved(moe)}
+    below = {prefix.removeprefix(moe.path) for prefix, moe in ours.items()}
+    suspect = re.compile("|".join(map(re.escape, below)))
     findings = []
     for name, tensor in tensors.items():
+        if suspect.search(name) is None:
+            continue
         place = next((start for start in _starts(name) if start in ours), None)
         if place is not None:
             moe = ours[place]
