@@ -19,6 +19,7 @@ from nvfp4prep.blockscales import check_fold, fold_codes
 from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.dialects import FUSION_GROUPS, layer_number
 from nvfp4prep.errors import InputRefused
+from nvfp4prep.experts import columns_packed
 from nvfp4prep.findings import Finding
 from nvfp4prep.folding import DTYPES, Fold, factors_fit, has_pre_quant_scale
 from nvfp4prep.header import TensorInfo
@@ -28,10 +29,8 @@ from nvfp4prep.numerics import (
     dequantize_int4,
     dequantize_nvfp4,
     floats,
-    pack_nibbles,
     raw_bytes,
     unfit,
-    unpack_nibbles,
 )
 from nvfp4prep.plan import (
     PIECE_BYTES,
@@ -346,7 +345,7 @@ def pack_int4(weight: Tensor) -> Tensor:
     Returns:
         I32 [N, K/8], code + 8, the first code in the lowest nibble.
     """
-    return pack_nibbles(unpack_nibbles(weight, 0) ^ 8, 1).view(torch.int32)
+    return (columns_packed(weight) ^ 0x88).view(torch.int32)
 
 
 def run(context: Context, step: Compress | Dequantize | Divide) -> None:

@@ -185,16 +185,31 @@ def columns_packed(weight: Tensor) -> Tensor:
     Returns:
         U8 [N, K/2], even k in the low nibble.
     """
-    even, odd = weight[:, 0::2], weight[:, 1::2]
-    rows = torch.stack([(even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)], 1)
-    return rows.view(2 * weight.shape[0], weight.shape[1] // 2)
+    columns = _swap_middle(weight.contiguous().view(torch.int16))
+    rows = torch.empty(columns.shape[0], 2, columns.shape[1], dtype=torch.uint8)
+    rows[:, 0] = columns  # the lower byte
+    rows[:, 1] = columns >> 8
+    return rows.view(-1, columns.shape[1])
 
 
 def rows_packed(weight: Tensor) -> Tensor:
     """The inverse of columns_packed."""
-    even, odd = weight[0::2], weight[1::2]
-    columns = torch.stack([(even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)], 2)
-    return columns.view(weight.shape[0] // 2, 2 * weight.shape[1])
+    even, odd = weight[0::2].to(torch.int16), weight[1::2].to(torch.int16)
+    return _swap_middle(even | (odd << 8)).view(torch.uint8)
+
+
+def _swap_middle(words: Tensor) -> Tensor:
+    """The second and third nibble of each I16, little-endian, exchanged: its own inverse.
+
+    A word of two rows and two columns then has the columns side by side in its bytes, or the rows again.
+    """
+    moved = words >> 4
+    moved ^= words
+    moved &= 0x00F0
+    swapped = words ^ moved
+    moved <<= 4
+    swapped ^= moved
+    return swapped
 
 
 def with_row_factors(expert: Expert, factors: Tensor) -> Expert:

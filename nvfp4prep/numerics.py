@@ -48,13 +48,15 @@ def unfit(exact: Tensor, rounded: Tensor, *, rows: bool = False) -> Tensor:
     Returns:
       bool, the same shape.
     """
-    limits = torch.finfo(rounded.dtype)
+    limits, magnitude = torch.finfo(rounded.dtype), exact.abs()
+    if exact.numel() and limits.smallest_normal <= float(magnitude.min()) and float(magnitude.max()) <= limits.max:
+        return torch.zeros_like(exact, dtype=torch.bool)
     back = rounded.to(torch.float32)
     lost = ~torch.isfinite(back) | ((back == 0) & (exact != 0))
-    small = (exact.abs() < limits.smallest_normal) & (exact != 0) & ~lost
+    small = (magnitude < limits.smallest_normal) & (exact != 0) & ~lost
     if bool(small.any()):  # in float64: F32 has no room for errors of its own smallest values
         value = exact[small].to(torch.float64)
-        whole = exact.abs().amax(-1, keepdim=True).expand_as(exact)[small].to(torch.float64) if rows else value.abs()
+        whole = magnitude.amax(-1, keepdim=True).expand_as(exact)[small].to(torch.float64) if rows else value.abs()
         lost[small] = (back[small].to(torch.float64) - value).abs() > whole * (limits.eps / 2)
     return lost
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nvfp4prep.layouts.logical import pad_zeros, round_up
@@ -133,13 +135,22 @@ def interleave_sm90(weight: Tensor) -> Tensor:
     Returns:
         U8 [N, K/2].
     """
-    rows, half = weight.shape
-    words = weight.view(torch.int16).view(rows // 16, 2, 8, half // 32, 2, 2, 4)
-    return words.permute(0, 5, 2, 3, 4, 6, 1).contiguous().view(torch.uint8).view(rows, half)
+    return _take_words(weight, _sm90_order(weight.shape[1]))
 
 
 def separate_sm90(interleaved: Tensor) -> Tensor:
     """The inverse of interleave_sm90."""
-    rows, half = interleaved.shape
-    words = interleaved.contiguous().view(torch.int16).view(rows // 16, 2, 8, half // 32, 2, 4, 2)
-    return words.permute(0, 6, 2, 3, 4, 1, 5).contiguous().view(torch.uint8).view(rows, half)
+    return _take_words(interleaved, np.argsort(_sm90_order(interleaved.shape[1])))
+
+
+@lru_cache(maxsize=16)
+def _sm90_order(half: int) -> NDArray[np.intp]:
+    """Source of each word of four nibbles among those of 16 rows of `half` bytes."""
+    words = np.arange(8 * half).reshape(2, 8, half // 32, 2, 2, 4)
+    return words.transpose(4, 1, 2, 3, 5, 0).reshape(-1)
+
+
+def _take_words(matrix: Tensor, order: NDArray[np.intp]) -> Tensor:
+    """Word i of two bytes from word order[i], within each 16 rows."""
+    words = matrix.contiguous().view(torch.int16).view(-1, len(order)).numpy()
+    return torch.from_numpy(words.take(order, 1)).view(torch.uint8).view(matrix.shape)
