@@ -8,9 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nvfp4prep import checks, schedule, validation
+from nvfp4prep import checks, jobs, schedule, validation
 from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
 from nvfp4prep.checkpoint import Checkpoint, read_checkpoint
@@ -22,16 +22,13 @@ from nvfp4prep.header import TensorInfo
 from nvfp4prep.journal import Outcome, finished, plan_id
 from nvfp4prep.memory import check_memory
 from nvfp4prep.options import COMPRESSED, Options, ask
-from nvfp4prep.plan import DEFAULT_SHARD_BYTES, Plan, bytes_read, index_of, key_of, make_plan, merge, shards_read
+from nvfp4prep.plan import DEFAULT_SHARD_BYTES, Plan, bytes_read, index_of, key_of, merge, shards_read
 from nvfp4prep.scales import ImputePolicy, Resolution, ScalePolicy, changes, output_shape, resolve
 from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, Schema
 from nvfp4prep.sharing import Share, SharedJob, SharedOutput, unfinished
 from nvfp4prep.source import INDEX
 from nvfp4prep.unusable import TEXTS
 from nvfp4prep.writer import PartialOutput, check_destination, check_names, check_space
-
-if TYPE_CHECKING:
-    from nvfp4prep.folding import Fold
 
 _MOST_SHARD_BYTES = 1 << 62
 _REWRITTEN = (qc.CONFIG, qc.HF_QUANT_CONFIG, manifests.MANIFEST)
@@ -103,7 +100,7 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
     found = findings_of(checkpoint, options.impute)
     if checkpoint.quant is None or checkpoint.exclude is None or errors(found):
         raise InputRefused(errors(found))
-    source, schema = checkpoint.source, checkpoint.schema
+    schema = checkpoint.schema
     shard_bytes = options.max_shard_bytes or _previous_shard_bytes(checkpoint.manifest) or DEFAULT_SHARD_BYTES
     asked = ask(checkpoint, options)
     policy = asked.policy
@@ -111,50 +108,21 @@ def decide(checkpoint: Checkpoint, options: Options, folder: str = "", number: i
     found += [*checks.found(checks.SCALES, checkpoint), *resolution.findings]
     if errors(found):
         raise InputRefused(errors(found))
-    job = None
-    folds: Mapping[str, Fold] = {}
+    job = jobs.with_facts(checkpoint, jobs.job_of(checkpoint, options, asked, resolution, folder), workers)
+    plan = jobs.plan_of(checkpoint, options, asked, job, shard_bytes, folder, number)
     if options.target == COMPRESSED:
         from nvfp4prep import compressed_tensors
-        from nvfp4prep.folding import fold_all
 
         found += compressed_tensors.warnings(checkpoint)
-        folds = fold_all(checkpoint, schema.layers_of(Format.NVFP4, Format.INT4))
-        plan = compressed_tensors.make_compressed_plan(checkpoint, resolution, folds, shard_bytes, folder, number)
-    elif asked.target is None:
-        plan = make_plan(
-            source.tensors, source.metadata, schema, policy, asked.weight_only, shard_bytes, folder, number
-        )
-    else:
-        from nvfp4prep import layer_facts, packing
-        from nvfp4prep.layouts.logical import LayoutError
-
-        job, folds = packing.pack_job(checkpoint, asked.target, folder, options.pre_quant_scale == "fold")
-        instead = packing.divided(folds, key_of(folder, asked.target.common), number)
-        try:
-            job = layer_facts.with_facts(job, source, schema, resolution, workers)
-            plan = packing.make_packed_plan(
-                source.tensors,
-                source.metadata,
-                schema,
-                policy,
-                asked.weight_only,
-                shard_bytes,
-                job,
-                resolution,
-                instead,
-                number,
-            )
-        except LayoutError as error:
-            raise InputRefused([Finding("target-refused", "error", f"{job.target.layout}: {error}")]) from None
     if asked.target is None:
         found += _form_warnings(schema, policy, resolution)
     quant = qc.rewrite(schema, checkpoint.quant, checkpoint.exclude)
-    if job is not None and (folded := {*folds, *(() if job.factors else job.rows)}):
+    pack = job.pack
+    if pack is not None and (folded := {*job.folds, *(() if pack.factors else pack.rows)}):
         quant = _without_factors(checkpoint, quant, folded)
-    if job is not None or options.target == COMPRESSED:
+    if pack is not None or options.target == COMPRESSED:
         found = _of_factors_left(found, quant, options.target)
-    whole = Job(resolution, job, folds)
-    return Prepared(checkpoint, options, policy, shard_bytes, plan, whole, quant, tuple(found), folder)
+    return Prepared(checkpoint, options, policy, shard_bytes, plan, job, quant, tuple(found), folder)
 
 
 def _of_factors_left(found: Iterable[Finding], quant: qc.QuantConfig, target: str) -> list[Finding]:
@@ -272,7 +240,6 @@ def write_all(
     """
     source = targets[0].checkpoint.source
     plan, identity = _checked(targets, out, workers, overwrite=overwrite)
-    jobs = [prepared.job for prepared in targets]
     with PartialOutput(out, identity) as output:
         if shares is not None:
             owners = _owners(plan, shares)
@@ -281,7 +248,7 @@ def write_all(
                 raise UsageFault(left)
         _copy_side_files(targets, output)
         there = None if elsewhere is None else elsewhere(identity)
-        outcome = execute(source, plan, jobs, output, workers, progress, elsewhere=there)
+        outcome = execute(source, plan, [one.job for one in targets], output, workers, progress, elsewhere=there)
         if outcome.unusable:
             raise InputRefused(_unusable(targets[0].checkpoint, outcome.unusable_by_tensor()))
         output.seal()

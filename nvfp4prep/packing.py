@@ -69,8 +69,9 @@ from nvfp4prep.targets import IDENTITY, Target, activation_of
 
 if TYPE_CHECKING:
     from nvfp4prep.checkpoint import Checkpoint
-    from nvfp4prep.execute import Context
+    from nvfp4prep.execute import Context, Job
     from nvfp4prep.folding import Factors, Fold
+    from nvfp4prep.options import Ask
 
 DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
@@ -328,48 +329,41 @@ def packed_names(moe: MoeLayer, target: Target, config: Mapping[str, Any]) -> fr
 # --- the plan --------------------------------------------------------------------------------------------------------
 
 
-def make_packed_plan(
-    tensors: Mapping[str, TensorInfo],
-    metadata: Mapping[str, str],
-    schema: Schema,
-    policy: ScalePolicy,
-    weight_only: frozenset[str],
-    max_shard_bytes: int,
-    job: PackJob,
-    resolution: Resolution,
-    instead: Mapping[str, Step],
-    number: int,
-) -> Plan:
+def make_packed_plan(checkpoint: Checkpoint, asked: Ask, job: Job, max_shard_bytes: int, number: int) -> Plan:
     """The plan for a packed target: everything but routed experts as for `hf`, and each rank's packed experts.
 
-    Args: as `plan.make_plan`; `job` (`with_facts` has passed) and its index `number`; `resolution` only for the shapes
-        of small tensors; `instead` as in `plan.logical_steps`.
+    Args: as `jobs.plan_of`; the job packs.
     """
-    target, layers = job.target, job.target.layers(schema)
+    pack, source, schema = job.pack, checkpoint.source, checkpoint.schema
+    assert pack is not None
+    target, layers = pack.target, pack.target.layers(schema)
     skip = frozenset(linear.module for moe in layers for linear in (*moe.w13, *moe.w2))
-    common = key_of(job.folder, target.common)
-    specs, steps, imputed = logical_steps(tensors, schema, policy, weight_only, skip, instead, common, number)
+    common = key_of(pack.folder, target.common)
+    instead = _divided(job.folds, common, number)
+    specs, steps, imputed = logical_steps(
+        source.tensors, schema, asked.policy, asked.weight_only, skip, instead, common, number
+    )
     steps += [(f"{moe.path} expert {e}", Pack(moe, e, number)) for moe in layers for e in range(moe.expert_count)]
     shards: list[Shard] = []
     stacked: set[str] = set()
     outputs: dict[str, TensorInfo] = {}
     files = files_of(specs, max_shard_bytes)
     if not target.flat:
-        shards += shards_of(files, specs, {**metadata, IDENTITY: target.identity(None)}, common)
+        shards += shards_of(files, specs, {**source.metadata, IDENTITY: target.identity(None)}, common)
         outputs |= outputs_of(shards, common)
     for rank in target.ranks():
-        folder = job.rank_folder(rank)
+        folder = pack.rank_folder(rank)
         big: dict[str, Spec] = {}
         small: dict[str, Spec] = {}
         for moe in layers:
             big |= stacked_specs(moe, rank, target)
-            small |= _small_specs(moe, rank, job, resolution)
+            small |= _small_specs(moe, rank, pack, job.resolution)
             steps.append((f"{moe.path} parameters {folder}", Parameters(moe, rank, number)))
         mine = big | small
         # Stacked tensors layer by layer, as they are loaded; their sizes keep what follows aligned. Small ones last.
         own = split([*big, *aligned(list(small), small)], mine, max_shard_bytes)
         stacked |= {key_of(folder, name) for name in big}
-        marked = {**metadata, IDENTITY: target.identity(rank)}
+        marked = {**source.metadata, IDENTITY: target.identity(rank)}
         placed = shards_of([*files, *own] if target.flat else own, {**specs, **mine}, marked, folder)
         shards += placed
         outputs |= outputs_of(placed, folder)
@@ -394,8 +388,8 @@ def _small_specs(moe: MoeLayer, rank: Rank, job: PackJob, resolution: Resolution
     return {name: (FLOAT_NAMES[value.dtype], tuple(value.shape)) for name, value in parameters.items()}
 
 
-def divided(folds: Mapping[str, Fold], folder: str, number: int) -> dict[str, Step]:
-    """Steps that write folded norms, and the weights divided for them, by name; for `make_packed_plan`."""
+def _divided(folds: Mapping[str, Fold], folder: str, number: int) -> dict[str, Step]:
+    """Steps that write folded norms, and the weights divided for them, by name."""
     steps: dict[str, Step] = {}
     for path, fold in folds.items():
         steps[fold.norm.name] = Constant(key_of(folder, fold.norm.name), bytes(raw_bytes(fold.folded)))

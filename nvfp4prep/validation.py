@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nvfp4prep import checks
+from nvfp4prep import checks, jobs
 from nvfp4prep import manifest as manifests
 from nvfp4prep.checkpoint import Checkpoint, peek_checkpoint, read_checkpoint
 from nvfp4prep.checks import awq, files
@@ -19,12 +19,7 @@ from nvfp4prep.options import COMPRESSED, Ask, Options, ask
 from nvfp4prep.plan import DEFAULT_SHARD_BYTES, Compress, Dequantize, Divide
 from nvfp4prep.rules import LEVELS, RULES, SEVERITIES, Level, Rule, Severity
 from nvfp4prep.scales import resolve
-from nvfp4prep.schema import Format
 from nvfp4prep.source import Source, open_source, read_json
-
-if TYPE_CHECKING:
-    from nvfp4prep.folding import Fold
-    from nvfp4prep.packing import PackJob
 
 _NO_CHECKPOINT = frozenset({"no-such-checkpoint", "not-a-directory", "no-weights"})
 """Rules whose findings mean that there is nothing to validate."""
@@ -206,62 +201,32 @@ def _of_target(checkpoint: Checkpoint, level: Level, options: Options, workers: 
         return list(refused.findings)
     if level == "headers":
         return []
-    job: PackJob | None = None
-    folds: Mapping[str, Fold] = {}
+    resolution = resolve(checkpoint.schema, checkpoint.scale_values, asked.weight_only, asked.policy)
     try:
-        if options.target == COMPRESSED:
-            from nvfp4prep.folding import fold_all
-
-            folds = fold_all(checkpoint, checkpoint.schema.layers_of(Format.NVFP4, Format.INT4))
-        elif asked.target is not None:
-            from nvfp4prep import packing
-
-            job, folds = packing.pack_job(checkpoint, asked.target, "", options.pre_quant_scale == "fold")
+        job = jobs.job_of(checkpoint, options, asked, resolution)
     except InputRefused as refused:
         return list(refused.findings)
-    resolution = resolve(checkpoint.schema, checkpoint.scale_values, asked.weight_only, asked.policy)
     findings = list(resolution.findings)
     if level == "full" and not errors(findings):
-        findings += _of_values(checkpoint, options, asked, Job(resolution, job, folds), workers)
+        findings += _of_values(checkpoint, options, asked, job, workers)
     return findings
 
 
 def _of_values(checkpoint: Checkpoint, options: Options, asked: Ask, job: Job, workers: int) -> list[Finding]:
     """What a target can't store, for which all that it computes, but kernels' layouts, is computed."""
-    source, schema, resolution = checkpoint.source, checkpoint.schema, job.resolution
-    if options.target == COMPRESSED:
-        from nvfp4prep import compressed_tensors
-
-        plan = compressed_tensors.make_compressed_plan(checkpoint, resolution, job.folds, DEFAULT_SHARD_BYTES, "", 0)
-        return rehearse(source, plan, [job], workers, (Compress, Dequantize, Divide))
-    if job.pack is None:
-        return []
-    from nvfp4prep import layer_facts, packing
-    from nvfp4prep.layouts.logical import LayoutError
-
     try:
-        packed = layer_facts.with_facts(job.pack, source, schema, resolution, workers)
-    except LayoutError as error:
-        return [Finding("target-refused", "error", f"{job.pack.target.layout}: {error}")]
+        job = jobs.with_facts(checkpoint, job, workers)
     except InputRefused as refused:
         return list(refused.findings)
-    scales = layer_facts.group_scale_findings(source, schema, packed, resolution, workers)
-    if not job.folds:
+    scales: list[Finding] = []
+    if job.pack is not None:
+        from nvfp4prep.layer_facts import group_scale_findings
+
+        scales = group_scale_findings(checkpoint.source, checkpoint.schema, job.pack, job.resolution, workers)
+    if not job.folds and options.target != COMPRESSED:
         return scales
-    instead = packing.divided(job.folds, packed.target.common, 0)
-    plan = packing.make_packed_plan(
-        source.tensors,
-        source.metadata,
-        schema,
-        asked.policy,
-        asked.weight_only,
-        DEFAULT_SHARD_BYTES,
-        packed,
-        resolution,
-        instead,
-        0,
-    )
-    return [*scales, *rehearse(source, plan, [job], workers, (Divide,))]
+    plan = jobs.plan_of(checkpoint, options, asked, job, DEFAULT_SHARD_BYTES, "", 0)
+    return [*scales, *rehearse(checkpoint.source, plan, [job], workers, (Compress, Dequantize, Divide))]
 
 
 # --- outputs of convert ----------------------------------------------------------------------------------------------
