@@ -385,6 +385,8 @@ def convert(
             options = Options(name, max_shard_bytes=max_shard_size, **mine)
             folder = name if len(names) > 1 else ""
             prepared.append(conversion.decide(checkpoint, options, folder, number, threads))
+            if not (no_smoke or share):  # `finish` checks what shares wrote
+                _check_smoke_layers(prepared[-1], smoke_layers)
             if not (as_json or quiet):
                 _print_plan(prepared[-1], verbose)
         shown = _plans_json(prepared) if as_json else {}
@@ -524,6 +526,8 @@ def finish(out: Path, smoke_layers: Any, no_smoke: bool, workers: int | None, as
             conversion.decide(checkpoint, options, options.target if len(job.targets) > 1 else "", number, threads)
             for number, options in enumerate(job.targets)
         ]
+        for one in () if no_smoke else prepared:
+            _check_smoke_layers(one, smoke_layers)
         _write(
             prepared,
             out,
@@ -940,17 +944,23 @@ def inspect(src: str, as_json: bool, layer: int | None) -> None:
             _print(inspection_view.inspection(found))
 
 
+def _check_smoke_layers(prepared: Prepared, layers: Any) -> None:
+    """Raise UsageFault for layers that the smoke check would not find, once everything is written."""
+    from nvfp4prep.smoke.choice import chosen_layers
+
+    if prepared.smoked:
+        chosen_layers(prepared.smoked, layers)
+
+
 def _smoke_hook(layers: Any, reports: list[dict[str, Any]], *, shown: bool) -> Callable[[Prepared, Path], None]:
     """For `write_all`: run the smoke check on finished shards; a failure keeps OUT from appearing."""
 
     def check(prepared: Prepared, root: Path) -> None:
-        from nvfp4prep.options import COMPRESSED
         from nvfp4prep.smoke import run, view
         from nvfp4prep.smoke.check import Settings
         from nvfp4prep.smoke.check import check as run_check
 
-        packs = prepared.job.pack is not None or bool(prepared.checkpoint.schema.nvfp4_layers)
-        if not packs or prepared.options.target == COMPRESSED:
+        if not prepared.smoked:
             return
         try:
             subject = run.subject_of_output(prepared, root)

@@ -24,7 +24,7 @@ from nvfp4prep.memory import check_memory
 from nvfp4prep.options import COMPRESSED, Options, ask
 from nvfp4prep.plan import DEFAULT_SHARD_BYTES, Plan, bytes_read, index_of, key_of, merge, shards_read
 from nvfp4prep.scales import ImputePolicy, Resolution, ScalePolicy, changes, output_shape, resolve
-from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, Schema
+from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, MoeLayer, Schema
 from nvfp4prep.sharing import Share, SharedJob, SharedOutput, unfinished
 from nvfp4prep.source import INDEX
 from nvfp4prep.unusable import TEXTS
@@ -51,6 +51,14 @@ class Prepared:
     @property
     def resolution(self) -> Resolution:
         return self.job.resolution
+
+    @property
+    def smoked(self) -> tuple[MoeLayer, ...]:
+        """The MoE layers that the smoke check runs on, if it is asked for: those that are packed, or that can be."""
+        if self.options.target == COMPRESSED:
+            return ()
+        schema, pack = self.checkpoint.schema, self.job.pack
+        return schema.nvfp4_layers if pack is None else pack.target.layers(schema)
 
     @property
     def bytes_needed(self) -> int:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from checkpoints import NVFP4, OVERLAYS, full_set
 from pack_checks import PAIRS, decide, write
+from runner import run
 from torch import Tensor
 
 from nvfp4prep.checkpoint import read_checkpoint
@@ -21,9 +22,9 @@ from nvfp4prep.convert import Prepared
 from nvfp4prep.errors import InputRefused
 from nvfp4prep.header import TensorInfo
 from nvfp4prep.layouts.logical import Activation
-from nvfp4prep.smoke import check as checks
 from nvfp4prep.smoke import emulator
 from nvfp4prep.smoke.check import Report, Settings, Subject, check
+from nvfp4prep.smoke.choice import chosen_layers
 from nvfp4prep.smoke.layer import PackedLayer, Routing, Run
 from nvfp4prep.smoke.metrics import RESCALE_NOISE
 from nvfp4prep.smoke.subject import BF16, SOURCE, UNPACKED, Real, from_packed, from_prepared
@@ -310,5 +311,18 @@ def test_without_layers_or_rows_nothing_passes() -> None:
     assert not Report("t", "emulator", False, None, {}, SOURCE, (), ()).passed
 
 
+@pytest.mark.parametrize("target", ["hf", "vllm-cutlass"])
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_a_layer_without_experts_is_refused_before_the_work(
+    checkpoint: Find, tmp_path: Path, target: str, dry: list[str]
+) -> None:
+    """DeepSeek's first layers are dense: whoever asks for them must not learn it once 700 GB are written."""
+    source = checkpoint("dsv3-nvfp4")
+    result = run("convert", source, tmp_path / "out", "--target", target, "--smoke-layers", "0", *dry)
+    assert result.code == 2
+    assert result.stderr.splitlines()[-1] == "error: layer 0 has no experts for the smoke check; these layers have: 1"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_layers_are_chosen_by_number(subject: Subject) -> None:
-    assert [moe.layer for moe in checks.chosen_layers(subject.layers, (1,))] == [1]
+    assert [moe.layer for moe in chosen_layers(subject.layers, (1,))] == [1]

@@ -8,7 +8,7 @@ layer is left out, they are also compared with what packing writes, and small te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from nvfp4prep.numerics import E2M1_MAX
 from nvfp4prep.plan import Rank, key_of
 from nvfp4prep.schema import Format, MoeLayer
 from nvfp4prep.smoke import emulator, kernels
+from nvfp4prep.smoke.choice import chosen_layers
 from nvfp4prep.smoke.inputs import hidden_states
 from nvfp4prep.smoke.layer import LogicalLayer, PackedLayer, Routing, Run, Weights
 from nvfp4prep.smoke.metrics import (
@@ -190,25 +191,12 @@ def choose_backend(target: Target, asked: str) -> tuple[str, Run, str | None, Ma
     return backend.NAME, backend.run, None, backend.VERSIONS()
 
 
-def chosen_layers(layers: Sequence[MoeLayer], asked: str | tuple[int, ...]) -> list[MoeLayer]:
-    """The MoE layers to check. Raises UsageFault for a number that is none."""
-    if asked == "all":
-        return list(layers)
-    if asked == "first-last":
-        return [layers[0], layers[-1]] if len(layers) > 1 else list(layers)
-    numbers = {moe.layer: moe for moe in layers}
-    unknown = [number for number in asked if number not in numbers]
-    if unknown:
-        raise UsageFault(f"--layers: {unknown[0]} is no MoE layer here; these are: {', '.join(map(str, numbers))}")
-    return [numbers[int(number)] for number in asked]
-
-
 def check(subject: Subject, settings: Settings, progress: Callable[[str], None] = lambda _: None) -> Report:
     """Run the check.
 
     Raises:
         InputRefused: a layer that can't be packed, or whose routing or inputs are not known.
-        UsageFault, EnvironmentFault: see `choose_backend` and `chosen_layers`.
+        UsageFault, EnvironmentFault: see `choose_backend` and `choice.chosen_layers`.
     """
     name, run, why_not, versions = choose_backend(subject.target, settings.backend)
     rows: list[Row] = []

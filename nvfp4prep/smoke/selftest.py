@@ -36,12 +36,12 @@ from nvfp4prep.smoke.check import (
     Settings,
     Subject,
     choose_backend,
-    chosen_layers,
     comparable,
     expectations,
     judged,
     layer_problems,
 )
+from nvfp4prep.smoke.choice import chosen_layers
 from nvfp4prep.smoke.layer import LogicalLayer, PackedLayer, Routing, Run
 from nvfp4prep.smoke.selftest_int4 import NO_GLOBAL_SCALE, is_int4
 
