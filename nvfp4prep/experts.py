@@ -189,7 +189,7 @@ def columns_packed(weight: Tensor) -> Tensor:
     rows = torch.empty(columns.shape[0], 2, columns.shape[1], dtype=torch.uint8)
     rows[:, 0] = columns  # the lower byte
     rows[:, 1] = columns >> 8
-    return rows.view(-1, columns.shape[1])
+    return rows.view(2 * weight.shape[0], weight.shape[1] // 2)
 
 
 def rows_packed(weight: Tensor) -> Tensor:

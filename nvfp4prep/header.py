@@ -142,6 +142,7 @@ _PLAIN_NAME = re.compile(rb'"[ !#-\[\]-~]*+"')
 _PLAIN_ENTRY = re.compile(
     rb'\{"dtype":"([A-Z0-9_]+)","shape":\[((?:%b(?:,%b)*+)?)\],"data_offsets":\[(%b),(%b)\]\}' % (4 * (_COUNT,))
 )
+_MINUS = re.compile(rb"[\[,]" + _SPACE + b"-")
 _OPEN, _EMPTY, _REST = re.compile(_SPACE + rb"\{"), re.compile(_SPACE + rb"\}"), re.compile(_SPACE)
 
 
@@ -229,7 +230,7 @@ def _any_values(name: str, raw: bytes) -> Values:
         raise HeaderError(f"{short(name)} has dtype {short(dtype)} and shape {short(shape)}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
         raise HeaderError(f"{short(name)} has data_offsets {short(offsets)}, not two counts")
-    if b"-" in raw:  # -0, which Python takes for a count
+    if _MINUS.search(raw):  # -0, which Python takes for a count
         raise HeaderError(f"the entry of {short(name)} holds a negative number")
     return dtype, shape, offsets
 

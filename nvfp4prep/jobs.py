@@ -15,6 +15,8 @@ from nvfp4prep.schema import Format
 
 if TYPE_CHECKING:
     from nvfp4prep.checkpoint import Checkpoint
+    from nvfp4prep.layouts.logical import LayoutError
+    from nvfp4prep.targets import Target
 
 
 def job_of(checkpoint: Checkpoint, options: Options, asked: Ask, resolution: Resolution, folder: str = "") -> Job:
@@ -56,8 +58,12 @@ def with_facts(checkpoint: Checkpoint, job: Job, workers: int) -> Job:
     try:
         pack = layer_facts.with_facts(job.pack, checkpoint.source, checkpoint.schema, job.resolution, workers)
     except LayoutError as error:
-        raise InputRefused([Finding("target-refused", "error", f"{job.pack.target.layout}: {error}")]) from None
+        raise _refused(job.pack.target, error) from None
     return replace(job, pack=pack)
+
+
+def _refused(target: Target, error: LayoutError) -> InputRefused:
+    return InputRefused([Finding("target-refused", "error", f"{target.layout}: {error}")])
 
 
 def plan_of(
@@ -71,6 +77,9 @@ def plan_of(
         max_shard_bytes: bytes of tensors per file, exceeded only by a single larger tensor.
         folder: where its files lie, relative to OUT.
         number: its index in the run.
+
+    Raises:
+        InputRefused: the target can't hold it.
     """
     if options.target == COMPRESSED:
         from nvfp4prep.compressed_tensors import make_compressed_plan
@@ -81,6 +90,10 @@ def plan_of(
         return make_plan(
             source.tensors, source.metadata, schema, asked.policy, asked.weight_only, max_shard_bytes, folder, number
         )
+    from nvfp4prep.layouts.logical import LayoutError
     from nvfp4prep.packing import make_packed_plan
 
-    return make_packed_plan(checkpoint, asked, job, max_shard_bytes, number)
+    try:
+        return make_packed_plan(checkpoint, asked, job, max_shard_bytes, number)
+    except LayoutError as error:
+        raise _refused(asked.target, error) from None

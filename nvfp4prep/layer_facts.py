@@ -197,6 +197,6 @@ def _from(ranges: Reader) -> Callable[[TensorInfo, int, int], bytearray]:
 
 
 def _but_weights(layers: Sequence[MoeLayer], read: Read) -> Read:
-    """`read`, but weights without rows: for those who look at scales alone."""
+    """`read`, but weights without rows (int4 has columns in pairs): for those who look at scales alone."""
     weights = {linear.params["weight"].name for moe in layers for linear in (*moe.w13, *moe.w2)}
     return lambda name, index: torch.empty(0, 2, dtype=torch.uint8) if name in weights else read(name, index)

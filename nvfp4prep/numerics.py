@@ -42,7 +42,7 @@ def unfit(exact: Tensor, rounded: Tensor, *, rows: bool = False) -> Tensor:
 
     Args:
       exact: F32.
-      rounded: F32, BF16 or F16, the same shape.
+      rounded: `exact` in F32, BF16 or F16.
       rows: measure what a subnormal loses against the largest of its row (last dimension), not against itself.
 
     Returns:

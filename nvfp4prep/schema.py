@@ -230,7 +230,7 @@ def build_schema(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -
             )
             continue
         stored[role.module][role.param] = tensor
-    _odd_ids((params for module, params in stored.items() if roles[module].moe is None), findings)
+    _odd_ids((params for module, params in stored.items() if roles[module].expert is None), findings)
     linears: dict[str, Linear] = {}
     for module, params in stored.items():
         linear = _classify(roles[module], params, findings)
@@ -416,7 +416,7 @@ def _odd_ids(strangers: Iterable[Mapping[str, TensorInfo]], findings: list[Findi
     """An error for each MoE block with experts counted as `00` or `٣`: engines and we would take them for others.
 
     Args:
-        strangers: the tensors of each module that is no expert's.
+        strangers: the tensors of each module that is not one expert's.
     """
     odd: dict[str, list[tuple[TensorInfo, str]]] = defaultdict(list)
     for tensor in (tensor for params in strangers for tensor in params.values()):

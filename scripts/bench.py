@@ -249,11 +249,14 @@ def main() -> int:
     parser.add_argument("--generate", type=Path, help="only write the checkpoint, to this folder")
     arguments = parser.parse_args()
     if arguments.generate:
-        (form,) = arguments.format
-        generate(arguments.generate, int(arguments.size * 2**30), arguments.split, form)
+        for form in arguments.format or ["nvfp4"]:
+            generate(arguments.generate, int(arguments.size * 2**30), arguments.split, form)
         return 0
     print(f"machine:    {machine()}")
     for form in arguments.format or TARGETS:
+        named = commands(Path(), Path(), form).keys()
+        if arguments.only and not named & set(arguments.only):
+            continue
         with tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.dir) as scratch:
             source = Path(scratch) / "source"
             # In a process of its own: what this one ever held would count as its children's peak.

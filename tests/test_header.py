@@ -242,6 +242,11 @@ BROKEN: dict[str, tuple[bytes, str]] = {
         file_of(b'{"\n":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', 4),
         "not JSON",
     ),
+    "unknown dtype with a minus": (one(dtype="F-8"), "unknown dtype 'F-8'"),
+    "offsets minus zero after a space": (
+        file_of(b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[ -0,4]}}', 4),
+        "'a'.* negative",
+    ),
     "offsets null": (one(offsets=None), "'a'"),
     "too few bytes": (file_of({"a": entry(offsets=[0, 3])}, 3), "needs 4 bytes"),
     "too many bytes": (file_of({"a": entry(offsets=[0, 5])}, 5), "needs 4 bytes"),
@@ -279,8 +284,21 @@ def written_tightly(raw: bytes) -> bytes:
 @pytest.mark.parametrize("name", [name for name, (raw, _) in BROKEN.items() if b'": ' in raw])
 def test_broken_rule_written_tightly(name: str) -> None:
     raw, says = BROKEN[name]
+    tight = written_tightly(raw)
     with pytest.raises(HeaderError, match=says):
-        parse(written_tightly(raw))
+        parse(tight)
+
+
+@given(layouts())
+@settings(deadline=None)
+def test_spaces_make_no_difference(tensors: list[tuple[str, str, list[int]]]) -> None:
+    header = build_header(tensors, {})
+    loose = json.dumps(json.loads(header[8:]), indent=1).encode()
+    size = sum(tensor_bytes(dtype, shape) for _, dtype, shape in tensors)
+    found, tight = parse_header(loose, "f", 8 + len(loose) + size)[0], parse(header + bytes(size))[0]
+    assert [(t.name, t.dtype, t.shape, t.nbytes) for t in found] == [
+        (t.name, t.dtype, t.shape, t.nbytes) for t in tight
+    ]
 
 
 @pytest.mark.parametrize("shape", [[1 << 62] * 300, [10**4000], ["x" * 10**6], [[[1]] * 10**5]])

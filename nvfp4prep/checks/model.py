@@ -102,8 +102,8 @@ def _incomplete_layers(checkpoint: Checkpoint, stack: str, stored: Layers) -> It
     kinds: dict[tuple[str, ...], dict[frozenset[str], list[int]]] = defaultdict(lambda: defaultdict(list))
     for number in sorted(stored):
         if limit is None or number < limit:
-            names = (name for name in stored[number] if name.rpartition(".")[2] not in _SIDECARS)
-            held = frozenset(_BELOW_EXPERTS.sub(r"\1experts", name) for name in names)
+            names = {_BELOW_EXPERTS.sub(r"\1experts", name) for name in stored[number]}
+            held = frozenset(name for name in names if name.rpartition(".")[2] not in _SIDECARS)
             kinds[tuple(entries[number] for entries in lists)][held].append(number)
     lacking: dict[frozenset[str], list[int]] = defaultdict(list)
     for forms in kinds.values():

@@ -56,7 +56,7 @@ def _swap_rows(words: Tensor) -> Tensor:
     """Odd bytes of each row n exchanged with the even bytes of row n + 8, within 16 rows: its own inverse.
 
     Args:
-        words: I64 [N, K/16], little-endian, contiguous; changed in place.
+        words: I64 [N, K/16], little-endian, contiguous; changed in place and returned.
     """
     upper, lower = words.view(words.shape[0] // 16, 2, -1).unbind(1)
     moved = upper >> 8
@@ -111,12 +111,20 @@ def restore_columns(values: Tensor, order: Tensor) -> Tensor:
 
 
 def turn(scale: Tensor, order: Tensor) -> Tensor:
-    """Scales [N, G] as [G, N] with columns in Marlin's order. Whole rows are moved before they become columns."""
+    """Scales transposed, with columns in Marlin's order. Whole rows are moved before they become columns.
+
+    Args:
+        scale: [N, G], elements of 1 to 8 bytes.
+        order: its length divides N.
+
+    Returns:
+        [G, N].
+    """
     runs = scale.contiguous().view(_BITS[scale.element_size()]).view(-1, len(order), scale.shape[1]).numpy()
     rows = torch.from_numpy(runs.take(order.numpy(), 1)).view(scale.shape)
     return rows.T.contiguous().view(scale.dtype)
 
 
 def turn_back(turned: Tensor, order: Tensor) -> Tensor:
-    """The inverse of turn."""
+    """The inverse of turn: [N, G] from [G, N]."""
     return restore_columns(turned, order).T.contiguous()
