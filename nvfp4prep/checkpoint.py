@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,8 +13,9 @@ from nvfp4prep import manifest as manifests
 from nvfp4prep import quant_config as qc
 from nvfp4prep.errors import InputRefused
 from nvfp4prep.findings import Finding
+from nvfp4prep.header import TensorInfo
 from nvfp4prep.model_config import is_tied
-from nvfp4prep.schema import SCALAR_PARAMS, Format, Schema, build_schema
+from nvfp4prep.schema import SCALAR_PARAMS, Format, Linear, Schema, build_schema
 from nvfp4prep.source import HubRepo, Source, locate, open_directory, open_source, read_json
 from nvfp4prep.survey import read_values
 
@@ -32,6 +34,22 @@ class Checkpoint:
     findings: tuple[Finding, ...]
 
     @cached_property
+    def _sorted_names(self) -> list[str]:
+        return sorted(self.source.tensors)
+
+    @cached_property
+    def _sorted_modules(self) -> list[str]:
+        return sorted(self.schema.linears)
+
+    def tensors_under(self, path: str) -> list[TensorInfo]:
+        """The tensors of a module and all within it, by name."""
+        return [self.source.tensors[name] for name in _under(self._sorted_names, path)]
+
+    def linears_under(self, path: str) -> list[Linear]:
+        """The linears within a module, by name."""
+        return [self.schema.linears[module] for module in _under(self._sorted_modules, path)]
+
+    @cached_property
     def scale_values(self) -> Mapping[str, tuple[float, ...]]:
         """Values of every NVFP4 and int4 weight_scale_2 and input_scale, read once. Raises EnvironmentFault."""
         return read_values(
@@ -44,6 +62,11 @@ class Checkpoint:
                 if param in linear.params
             ],
         )
+
+
+def _under(names: list[str], path: str) -> list[str]:
+    """Those of sorted names that begin with the path and a dot."""
+    return names[bisect_left(names, f"{path}.") : bisect_left(names, f"{path}/")]  # "/" comes next after "."
 
 
 def read_checkpoint(spec: str) -> Checkpoint:

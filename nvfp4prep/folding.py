@@ -321,10 +321,9 @@ def readers(checkpoint: Checkpoint, moe: MoeLayer) -> Iterator[Linear]:
     One in a format that is not known, whose columns are not known either, may read it and counts too.
     """
     routed = {linear.module for linear in (*moe.w13, *moe.w2)}
-    for linear in checkpoint.schema.linears.values():
-        inside = linear.module.startswith(moe.path + ".") and linear.module not in routed
+    for linear in checkpoint.linears_under(moe.path):
         reads = linear.columns == moe.hidden or linear.format is Format.UNCLASSIFIED
-        if inside and reads and not linear.module.endswith(".down_proj"):
+        if linear.module not in routed and reads and not linear.module.endswith(".down_proj"):
             yield linear
 
 
@@ -332,14 +331,13 @@ def _stranger(checkpoint: Checkpoint, moe: MoeLayer) -> TensorInfo | None:
     """A tensor of the block with a dimension of H that is no parameter linears have: it may read the block's input."""
     known = {
         tensor.name
-        for linear in checkpoint.schema.linears.values()
+        for linear in checkpoint.linears_under(moe.path)
         if len(linear.params["weight"].shape) == 2 or linear.experts is not None
         for param, tensor in linear.params.items()
         if param in _LINEAR_PARAMS
     }
-    for tensor in checkpoint.source.tensors.values():
-        inside = tensor.name.startswith(moe.path + ".") and tensor.name not in known
-        if inside and moe.hidden in tensor.shape and not _is_bias(tensor):
+    for tensor in checkpoint.tensors_under(moe.path):
+        if tensor.name not in known and moe.hidden in tensor.shape and not _is_bias(tensor):
             return tensor
     return None
 
