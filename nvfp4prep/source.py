@@ -380,7 +380,7 @@ def collect_headers(
     Raises:
         InputRefused: with every shard that is missing or damaged, and every tensor that is in two of them.
     """
-    index = _read_index(root) if (root / INDEX).is_file() else None
+    index, claimed = _read_index(root) if (root / INDEX).is_file() else (None, None)
     refused = _missing_shards(index, names) if index is not None else []
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, str] = {}
@@ -405,7 +405,9 @@ def collect_headers(
             tensors[tensor.name] = tensor
     if refused:
         raise InputRefused(refused)
-    return tensors, metadata, tuple(_compare_index(index, tensors)) if index is not None else ()
+    if index is None:
+        return tensors, metadata, ()
+    return tensors, metadata, (*_compare_index(index, tensors), *_compare_size(claimed, tensors))
 
 
 def refuse_no_weights(place: str) -> NoReturn:
@@ -440,7 +442,7 @@ def read_packed(root: Path, folders: Sequence[str]) -> Source:
         prefix = f"{folder}/" if folder else ""
         if prefix + INDEX not in files:
             refuse("rank-missing", "not there; copy the whole output", file=prefix + INDEX)
-        index = {name: prefix + shard for name, shard in _read_index(root / folder).items()}
+        index = {name: prefix + shard for name, shard in _read_index(root / folder)[0].items()}
         here = [name for name in files if name.startswith(prefix) and name.endswith(".safetensors")]
         here = [name for name in here if "/" not in name[len(prefix) :]]
         missing = _missing_shards(index, here)
@@ -648,7 +650,8 @@ def may_be_infinite(place: Place) -> bool:
     return isinstance(place[-1], int) and not {"quantization_config", "architectures"} & set(place)
 
 
-def _read_index(root: Path) -> dict[str, str]:
+def _read_index(root: Path) -> tuple[dict[str, str], Any]:
+    """The shard of each tensor by the index, and the total_size that it claims."""
     table = read_json(root, INDEX) or {}
     weight_map = table.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
@@ -658,7 +661,8 @@ def _read_index(root: Path) -> dict[str, str]:
             tensor = next(name for name, value in weight_map.items() if value == shard)
             message = f"names the shard {shard!r}; a shard is a file beside the index"
             refuse("unsafe-shard-name", message, file=INDEX, tensor=tensor)
-    return weight_map
+    metadata = table.get("metadata")
+    return weight_map, metadata.get("total_size") if isinstance(metadata, dict) else None
 
 
 def is_safe_name(name: str) -> bool:
@@ -689,6 +693,14 @@ def _read_shard_header(root: Path, name: str) -> tuple[FileState, list[TensorInf
     except OSError as error:
         raise EnvironmentFault(f"{name}: can't be read: {error.strerror}") from None
     return state, tensors, metadata
+
+
+def _compare_size(claimed: Any, tensors: Mapping[str, TensorInfo]) -> list[Finding]:
+    stored = sum(tensor.nbytes for tensor in tensors.values())
+    if not isinstance(claimed, int) or claimed == stored:
+        return []
+    message = f"total_size is {claimed}, the tensors have {stored} bytes; convert writes it anew"
+    return [Finding("index-total-size", "info", message, INDEX)]
 
 
 def _compare_index(index: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> list[Finding]:

@@ -20,7 +20,6 @@ Check = Callable[[Checkpoint], Iterable[Finding]]
 
 HEADERS: tuple[Check, ...] = (
     files.stray,
-    files.total_size,
     files.changed_output,
     model.layers,
     model.missing_head,

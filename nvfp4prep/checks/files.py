@@ -1,4 +1,4 @@
-"""Files beside the shards, the index's total, and outputs of nvfp4prep that were changed since."""
+"""Files beside the shards, and outputs of nvfp4prep that were changed since."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from nvfp4prep.checkpoint import Checkpoint
 from nvfp4prep.findings import Finding
 from nvfp4prep.manifest import MANIFEST, NO_OUTPUTS, listed_outputs
-from nvfp4prep.source import INDEX, Source, read_json
+from nvfp4prep.source import Source
 
 _UNFINISHED = re.compile(r"\.(incomplete|part|partial|tmp|aria2|crdownload|lock)$", re.IGNORECASE)
 _OTHER_WEIGHTS = re.compile(
@@ -27,17 +27,6 @@ def stray(checkpoint: Checkpoint) -> Iterable[Finding]:
         elif _OTHER_WEIGHTS.search(name):
             message = "weights that are no shard of this checkpoint; convert copies them as they are; remove them"
             yield Finding("stray-file", "info", message, name)
-
-
-def total_size(checkpoint: Checkpoint) -> Iterable[Finding]:
-    """NVP111: metadata.total_size of the index against the bytes of all tensors."""
-    index = read_json(checkpoint.source.root, INDEX)
-    metadata = index.get("metadata") if index else None
-    claimed = metadata.get("total_size") if isinstance(metadata, dict) else None
-    stored = sum(tensor.nbytes for tensor in checkpoint.source.tensors.values())
-    if isinstance(claimed, int) and claimed != stored:
-        message = f"total_size is {claimed}, the tensors have {stored} bytes; convert writes it anew"
-        yield Finding("index-total-size", "info", message, INDEX)
 
 
 def changed_output(checkpoint: Checkpoint) -> Iterable[Finding]:
