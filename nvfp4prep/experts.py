@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nvfp4prep.blockscales import check_fold, fold_codes, half_of, rescale_codes
 from nvfp4prep.layouts.logical import Expert, LayoutError, Matrix
-from nvfp4prep.numerics import became, unfit
+from nvfp4prep.numerics import became, exchange_bits, unfit
 from nvfp4prep.scales import Rescale, RescaleCounts
 from nvfp4prep.schema import Format, GateUpOrder, Linear, MoeLayer
 
@@ -203,13 +203,7 @@ def _swap_middle(words: Tensor) -> Tensor:
 
     A word of two rows and two columns then has the columns side by side in its bytes, or the rows again.
     """
-    moved = words >> 4
-    moved ^= words
-    moved &= 0x00F0
-    swapped = words ^ moved
-    moved <<= 4
-    swapped ^= moved
-    return swapped
+    return exchange_bits(words, 0x00F0, 4)
 
 
 def with_row_factors(expert: Expert, factors: Tensor) -> Expert:

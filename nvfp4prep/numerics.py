@@ -68,6 +68,26 @@ def became(rounded: float, value: float) -> str:
     return f" (it is subnormal there: {rounded:g}, {abs(rounded / value - 1):.2g} of it off)"
 
 
+def exchange_bits(words: Tensor, mask: int, distance: int) -> Tensor:
+    """The bits of each word under `mask` exchanged with those `distance` higher: its own inverse.
+
+    Args:
+      words: a signed integer dtype, any shape.
+      mask: the lower bits; all that a shift of the sign could reach, and the higher bits, are outside of it.
+      distance: in bits.
+
+    Returns:
+      The dtype and shape of `words`.
+    """
+    moved = words >> distance
+    moved ^= words
+    moved &= mask
+    exchanged = words ^ moved
+    moved <<= distance
+    exchanged ^= moved
+    return exchanged
+
+
 def pack_nibbles(codes: Tensor, dim: int = -1) -> Tensor:
     """Packs two 4-bit codes to a byte along `dim`, the even index in the low nibble.
 

@@ -230,7 +230,8 @@ def build_schema(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -
             )
             continue
         stored[role.module][role.param] = tensor
-    _odd_ids((params for module, params in stored.items() if roles[module].expert is None), findings)
+    strangers = (params.values() for module, params in stored.items() if roles[module].expert is None)
+    _odd_ids(chain.from_iterable(strangers), findings)
     linears: dict[str, Linear] = {}
     for module, params in stored.items():
         linear = _classify(roles[module], params, findings)
@@ -412,14 +413,14 @@ def scale_shapes(experts: int | None, projection: str | None) -> tuple[tuple[int
     return (*shapes, (experts, 2)) if projection == "gate_up" else shapes
 
 
-def _odd_ids(strangers: Iterable[Mapping[str, TensorInfo]], findings: list[Finding]) -> None:
+def _odd_ids(tensors: Iterable[TensorInfo], findings: list[Finding]) -> None:
     """An error for each MoE block with experts counted as `00` or `٣`: engines and we would take them for others.
 
     Args:
-        strangers: the tensors of each module that is not one expert's.
+        tensors: of modules that are not one expert's.
     """
     odd: dict[str, list[tuple[TensorInfo, str]]] = defaultdict(list)
-    for tensor in (tensor for params in strangers for tensor in params.values()):
+    for tensor in tensors:
         found = odd_expert_id(tensor.name)
         if found is not None:
             odd[found[0]].append((tensor, found[1]))

@@ -219,7 +219,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "shape huge": (one(shape=[1 << 62, 1 << 62]), "'a'"),
     "shape overflowing": (one(shape=[1 << 63, 2]), "'a'"),
     "shape without end": (one(shape=[1 << 62] * 300), "'a': 300 dimensions"),
-    "shape of 400,000 dimensions": (one(shape=[1 << 62] * 400_000), "'a' has .* bytes, over 65536"),
+    "shape of 400,000 dimensions": (one(shape=[1 << 62] * 400_000), "'a' has 8400050 bytes, over 65536"),
     "shape of 17 dimensions": (one(shape=[4] + [1] * 16), "'a': 17 dimensions; nvfp4prep reads up to 16"),
     "shape larger than any file": (one(shape=[1 << 40, 1 << 40]), "'a': U8 .* is larger than any file"),
     "metadata over the limit": (
@@ -281,9 +281,14 @@ def written_tightly(raw: bytes) -> bytes:
     return file_of(header, raw[8 + length :])
 
 
+# What is said of a header's size is another without spaces.
+TIGHT = {"shape of 400,000 dimensions": "'a' has 8000045 bytes, over 65536"}
+
+
 @pytest.mark.parametrize("name", [name for name, (raw, _) in BROKEN.items() if b'": ' in raw])
 def test_broken_rule_written_tightly(name: str) -> None:
     raw, says = BROKEN[name]
+    says = TIGHT.get(name, says)
     tight = written_tightly(raw)
     with pytest.raises(HeaderError, match=says):
         parse(tight)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+
+from nvfp4prep.layouts.permutations import take_words
+from nvfp4prep.numerics import exchange_bits
 
 
 def repack(weight: Tensor) -> Tensor:
@@ -25,13 +27,13 @@ def repack(weight: Tensor) -> Tensor:
     """
     rows, half = weight.shape
     words = _swap_rows(_swap_nibbles(weight.contiguous().view(torch.int64)))
-    return _take_pairs(words.T.contiguous(), _PAIR_ORDER).view(torch.int32).view(half // 8, 2 * rows)
+    return take_words(words.T, _PAIR_ORDER).view(torch.int32).view(half // 8, 2 * rows)
 
 
 def unpack(packed: Tensor) -> Tensor:
     """The inverse of repack: U8 [N, K/2] from I32 [K/16, 2N]."""
     tiles, double = packed.shape
-    words = _take_pairs(packed.contiguous(), _PAIR_SOURCE).view(torch.int64).view(tiles, double // 2)
+    words = take_words(packed, _PAIR_SOURCE).view(torch.int64).view(tiles, double // 2)
     return _swap_nibbles(_swap_rows(words.T.contiguous())).view(torch.uint8)
 
 
@@ -43,13 +45,7 @@ def _swap_nibbles(words: Tensor) -> Tensor:
     Args:
         words: I64 [N, K/16], little-endian.
     """
-    moved = words >> 28
-    moved ^= words
-    moved &= 0xF0F0F0F0
-    swapped = words ^ moved
-    moved <<= 28
-    swapped ^= moved
-    return swapped
+    return exchange_bits(words, 0xF0F0F0F0, 28)
 
 
 def _swap_rows(words: Tensor) -> Tensor:
@@ -74,17 +70,6 @@ n + 8, to (n%8, k/4, k/2%2, n/16, k%2)."""
 _PAIR_SOURCE = np.argsort(_PAIR_ORDER)
 
 
-def _take_pairs(values: Tensor, order: NDArray[np.intp]) -> Tensor:
-    """Pair i of bytes from pair order[i], within each 512 bytes; I16. NumPy's take is several times as fast as torch's.
-
-    Args:
-        values: of any dtype, contiguous.
-        order: 256 numbers.
-    """
-    pairs = values.view(torch.int16).view(-1, len(order)).numpy()
-    return torch.from_numpy(pairs.take(order, 1))
-
-
 def _orders() -> tuple[Tensor, Tensor]:
     grouped = torch.tensor([i + 8 * j for i in range(8) for j in range(8)])
     single = torch.tensor([2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)])
@@ -93,6 +78,11 @@ def _orders() -> tuple[Tensor, Tensor]:
 
 GROUPED_ORDER, SINGLE_ORDER = _orders()
 """Source column of each destination column within 64 (several groups along K) or 32 (one group; biases)."""
+
+
+def scale_order(groups: int) -> Tensor:
+    """The column order of int4's scales, for so many groups along K."""
+    return GROUPED_ORDER if groups > 1 else SINGLE_ORDER
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -178,16 +178,17 @@ def acting(expert: Expert, facts: LayerFacts) -> Expert:
     )
 
 
-_SCALE_ORDER = marlin_repack.GROUPED_ORDER.view(-1, 4)[:, [0, 2, 1, 3]].reshape(-1)
+SCALE_ORDER = marlin_repack.GROUPED_ORDER.view(-1, 4)[:, [0, 2, 1, 3]].reshape(-1)
+"""Source column of each destination column of block scales within 64."""
 
 
 def _pack_scale(scale: Tensor, factor: float, flush: bool) -> Tensor:
     codes = torch.from_numpy(recode_table(factor, flush).numpy().take(scale.numpy()))
-    return marlin_repack.turn(codes, _SCALE_ORDER)
+    return marlin_repack.turn(codes, SCALE_ORDER)
 
 
 def _unpack_scale(packed: Tensor, factor: float, flush: bool) -> Tensor:
-    return marlin_repack.turn_back(restore_table(factor, flush)[packed.long()], _SCALE_ORDER)
+    return marlin_repack.turn_back(restore_table(factor, flush)[packed.long()], SCALE_ORDER)
 
 
 # --- one expert -------------------------------------------------------------------------------------------------------

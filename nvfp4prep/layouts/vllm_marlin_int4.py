@@ -66,17 +66,12 @@ def shapes(geometry: Geometry) -> dict[str, tuple[str, tuple[int, ...]]]:
     }
 
 
-def _order(groups: int) -> Tensor:
-    """Columns of scales for so many groups along K."""
-    return marlin_repack.GROUPED_ORDER if groups > 1 else marlin_repack.SINGLE_ORDER
-
-
 def _pack_scale(scale: Tensor) -> Tensor:
-    return marlin_repack.turn(scale, _order(scale.shape[1]))
+    return marlin_repack.turn(scale, marlin_repack.scale_order(scale.shape[1]))
 
 
 def _unpack_scale(packed: Tensor) -> Tensor:
-    return marlin_repack.turn_back(packed, _order(packed.shape[0]))
+    return marlin_repack.turn_back(packed, marlin_repack.scale_order(packed.shape[0]))
 
 
 def pack(expert: Expert, geometry: Geometry, facts: LayerFacts) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from nvfp4prep import packing
 from nvfp4prep.errors import InputRefused
 from nvfp4prep.findings import Finding
-from nvfp4prep.layouts import flashinfer_mxint4, marlin_repack
+from nvfp4prep.layouts import flashinfer_mxint4, marlin_repack, vllm_marlin
 from nvfp4prep.layouts.logical import Expert, LayoutError, Matrix, Scales
 from nvfp4prep.layouts.permutations import (
     put_rows,
@@ -122,8 +122,7 @@ def _unswizzled(layer: PackedLayer) -> PackedLayer | str:
 
 def _natural_columns(scale: Tensor) -> Tensor:
     """Marlin's block scales [K/16, N] with columns as they were before both permutations."""
-    columns = scale.reshape(-1, 4)[:, [0, 2, 1, 3]].reshape(scale.shape)
-    return marlin_repack.restore_columns(columns, marlin_repack.GROUPED_ORDER)
+    return marlin_repack.restore_columns(scale, vllm_marlin.SCALE_ORDER)
 
 
 def _unshuffled(layer: PackedLayer) -> PackedLayer | str:

@@ -57,7 +57,7 @@ def _logical_scale(layer: PackedLayer, name: str, packed: Tensor) -> Tensor:
     geometry = layer.geometry
     rows = geometry.w13_rows if name.startswith("w13") else geometry.padded_hidden
     if layer.target.layout == vllm_marlin_int4.NAME:
-        return marlin_repack.restore_columns(packed, _marlin_order(packed.shape[0]))
+        return marlin_repack.restore_columns(packed, marlin_repack.scale_order(packed.shape[0]))
     if layer.target.layout == flashinfer_sm90_w4a8.NAME:
         return packed.permute(0, 3, 2, 1).reshape(rows, -1)
     if layer.target.layout == sglang_w4afp8.NAME:
@@ -66,20 +66,16 @@ def _logical_scale(layer: PackedLayer, name: str, packed: Tensor) -> Tensor:
     return unswizzle(packed.view(rows, groups), rows, groups)
 
 
-def _marlin_order(groups: int) -> Tensor:
-    return marlin_repack.GROUPED_ORDER if groups > 1 else marlin_repack.SINGLE_ORDER
-
-
 def order_by_inner(layer: PackedLayer) -> PackedLayer | str:
     """Marlin's w13 scales in the order that the number of groups in I asks for, as vLLM 0.33 chooses it."""
     if layer.target.layout != vllm_marlin_int4.NAME:
         return "Marlin's int4 alone has two orders of group scales"
-    chosen = _marlin_order(layer.packed["w2_weight_scale"].shape[1])
+    chosen = marlin_repack.scale_order(layer.packed["w2_weight_scale"].shape[1])
 
     def again(name: str, packed: Tensor) -> Tensor:
         if not name.startswith("w13"):
             return packed
-        natural = marlin_repack.restore_columns(packed, _marlin_order(packed.shape[0]))
+        natural = marlin_repack.restore_columns(packed, marlin_repack.scale_order(packed.shape[0]))
         return marlin_repack.permute_columns(natural, chosen)
 
     return with_scales(layer, again)
